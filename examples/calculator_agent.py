@@ -34,7 +34,7 @@ async def solve(task: Any) -> dict[str, Any]:
     """Ask the model until it answers without a call of the calculator.
 
     Args:
-        task: a `nemo_rl.environments.agents.interfaces.AgentTask`.
+        task: a `nemo_rl.agents.programs.interfaces.AgentTask`.
 
     Returns:
         The answer, which the run's grader rewards, and the number of calls as a metric.

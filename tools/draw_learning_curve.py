@@ -11,8 +11,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from nemo_rl.report.curves import Curves
-from nemo_rl.report.run_files import RunFiles
+from nemo_rl.commands.report.curves import Curves
+from nemo_rl.commands.report.run_files import RunFiles
 
 WIDTH, HEIGHT = 760, 300
 LEFT, RIGHT, TOP, BOTTOM = 48, 20, 40, 44

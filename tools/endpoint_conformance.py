@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.environments.agents.interfaces import AgentTask
+from nemo_rl.agents.programs.interfaces import AgentTask
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from functools import cache
 from pathlib import Path
 
 from nemo_rl.algorithms.setup.memory_forecast import MemoryForecast, rows_per_sample
+from nemo_rl.commands.dry_run import describe, mesh_text
 from nemo_rl.config import MasterConfig, RolloutMasterConfig, load_config, model_ranks
 from nemo_rl.config.base.paths import REPOSITORY_ROOT
 from nemo_rl.config.loading.algorithms import ALGORITHMS
-from nemo_rl.launch.dry_run import describe, mesh_text
 
 RECIPES = REPOSITORY_ROOT / "examples" / "configs" / "recipes" / "llm"
 DEFAULT_PAGE = REPOSITORY_ROOT / "docs" / "reference" / "recipes.md"

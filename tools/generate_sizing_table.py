@@ -1,6 +1,6 @@
 """Write docs/reference/sizing.md: for every recipe the sizes that `nemo_rl size` proposes, next to the recipe's own.
 
-Run it after a change of recipes, of a memory model or of `nemo_rl/sizing/`: `python tools/generate_sizing_table.py`. A
+Run it after a change of recipes, of a memory model or of `nemo_rl/commands/size/`: `python tools/generate_sizing_table.py`. A
 test checks that the committed page is current. Invariant: every number comes from the functions of the command.
 """
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from nemo_rl.commands.dry_run import mesh_text
+from nemo_rl.commands.size.candidates import candidate_of
+from nemo_rl.commands.size.jobs import Job
+from nemo_rl.commands.size.machines import Gpu, chosen_gpu
+from nemo_rl.commands.size.proposal import Proposal, described, propose
+from nemo_rl.commands.size.run import own_train_seconds
 from nemo_rl.config import MasterConfig, load_config
 from nemo_rl.config.base.paths import REPOSITORY_ROOT
 from nemo_rl.config.loading.algorithms import ALGORITHMS
-from nemo_rl.launch.dry_run import mesh_text
 from nemo_rl.models.capacity.memory import microbatch_tokens
-from nemo_rl.sizing.candidates import candidate_of
-from nemo_rl.sizing.jobs import Job
-from nemo_rl.sizing.machines import Gpu, chosen_gpu
-from nemo_rl.sizing.proposal import Proposal, described, propose
-from nemo_rl.sizing.run import own_train_seconds
 
 RECIPES = REPOSITORY_ROOT / "examples" / "configs" / "recipes" / "llm"
 DEFAULT_PAGE = REPOSITORY_ROOT / "docs" / "reference" / "sizing.md"

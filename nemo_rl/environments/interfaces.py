@@ -104,7 +104,7 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
     runs_agents: ClassVar[bool] = False
     """Whether `step` runs a program that samples from the policy itself, through an endpoint of the run. Each sample is
     then one call of `step`, without a response before it; its metadata, a dict, also has `agent` with the endpoint's
-    address and a key. See `nemo_rl.environments.agents`."""
+    address and a key. See `nemo_rl.agents.programs`."""
 
     @classmethod
     def check_section(  # noqa: B027  (optional hook)

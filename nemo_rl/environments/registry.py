@@ -33,16 +33,16 @@ class EnvRegistryEntry(TypedDict):
 
 
 _MATH = "nemo_rl.environments.math_environment"
-_GAMES = "nemo_rl.environments.games"
-_ADAPTERS = "nemo_rl.environments.adapters"
-_TOOLS = "nemo_rl.environments.tools"
+_GAMES = "nemo_rl.kits.games"
+_ADAPTERS = "nemo_rl.kits.adapters"
+_TOOLS = "nemo_rl.kits.tools"
 
 ENV_REGISTRY: dict[str, EnvRegistryEntry] = {
     "math": {"actor_class_fqn": f"{_MATH}.MathEnvironment"},
     "math_default": {"actor_class_fqn": f"{_MATH}.MathEnvironment"},
     "math_multi_reward": {"actor_class_fqn": f"{_MATH}.MathMultiRewardEnvironment"},
-    "code": {"actor_class_fqn": "nemo_rl.environments.code_environment.CodeEnvironment"},
-    "code_jaccard": {"actor_class_fqn": "nemo_rl.environments.code_jaccard_environment.CodeJaccardEnvironment"},
+    "code": {"actor_class_fqn": "nemo_rl.kits.code.environment.CodeEnvironment"},
+    "code_jaccard": {"actor_class_fqn": "nemo_rl.kits.code.jaccard.CodeJaccardEnvironment"},
     "sliding_puzzle_game": {"actor_class_fqn": f"{_GAMES}.sliding_puzzle.SlidingPuzzleEnv"},
     "blackjack": {"actor_class_fqn": f"{_GAMES}.blackjack.BlackjackEnv"},
     "gymnasium": {"actor_class_fqn": f"{_ADAPTERS}.gymnasium.GymnasiumEnvironment"},
@@ -50,14 +50,14 @@ ENV_REGISTRY: dict[str, EnvRegistryEntry] = {
     "reasoning_gym": {"actor_class_fqn": f"{_ADAPTERS}.reasoning_gym.ReasoningGymEnvironment"},
     "verifiers": {"actor_class_fqn": f"{_ADAPTERS}.verifiers.VerifiersEnvironment"},
     "reward_model": {
-        "actor_class_fqn": "nemo_rl.environments.reward_model_environment.RewardModelEnvironment",
+        "actor_class_fqn": "nemo_rl.kits.judges.reward_model.RewardModelEnvironment",
     },
-    "llm_judge": {"actor_class_fqn": "nemo_rl.environments.judges.llm_judge.LLMJudgeEnvironment"},
+    "llm_judge": {"actor_class_fqn": "nemo_rl.kits.judges.llm_judge.LLMJudgeEnvironment"},
     "rag": {"actor_class_fqn": f"{_TOOLS}.retriever.RAGEnvironment"},
     "tools": {"actor_class_fqn": f"{_TOOLS}.environment.ToolEnvironment"},
-    "agent": {"actor_class_fqn": "nemo_rl.environments.agents.environment.AgentEnvironment"},
+    "agent": {"actor_class_fqn": "nemo_rl.agents.programs.environment.AgentEnvironment"},
     "nemo_gym": {
-        "actor_class_fqn": "nemo_rl.environments.nemo_gym.environment.NemoGym",
+        "actor_class_fqn": "nemo_rl.agents.nemo_gym.environment.NemoGym",
         "default_processor": "nemo_gym_data_processor",
     },
 }

@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from nemo_rl.agents.endpoint.player import AgentPlayer
 from nemo_rl.config.schema.agents import AgentEndpointConfig
 from nemo_rl.data.interfaces import Message
 from nemo_rl.data.messages.content import TextRules
 from nemo_rl.data.messages.observations import ObservationRenderer, messages_of
 from nemo_rl.data.routed_experts import note_experts
 from nemo_rl.environments.interfaces import EpisodeStart, StepResult
-from nemo_rl.experience.agents.player import AgentPlayer
 from nemo_rl.experience.chats import chat_of, end_without_answer
 from nemo_rl.experience.closings import Closings
 from nemo_rl.experience.limits import RolloutLimits

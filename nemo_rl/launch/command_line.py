@@ -61,7 +61,7 @@ def launch[ConfigT: RunConfig](
         look_in_the_current_folder()
         config = load_config(known.config, overrides, schema=schema)
         if known.dry_run:
-            from nemo_rl.launch.dry_run import dry_run  # a refused configuration does not wait for torch
+            from nemo_rl.commands.dry_run import dry_run  # a refused configuration does not wait for torch
 
             return dry_run(config)
         make_checks(config, Moment.FIRST)

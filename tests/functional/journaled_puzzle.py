@@ -4,9 +4,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.environments.games.sliding_puzzle import SlidingPuzzleEnv
-from nemo_rl.environments.games.text_game import GameMetadata
 from nemo_rl.environments.interfaces import EnvironmentReturn, EpisodeStart
+from nemo_rl.kits.games.sliding_puzzle import SlidingPuzzleEnv
+from nemo_rl.kits.games.text_game import GameMetadata
 
 STEP_S = 0.1
 """Seconds of a step, so that a test can kill a run between two turns."""

@@ -10,7 +10,7 @@ import yaml
 from example_runs import REPOSITORY, ExampleRun, Metrics, StartExample, of_training, read_metrics
 from trained_samples import resumed_tokens, sequences, trained
 
-from nemo_rl.environments.games.text_game import ACTION_END
+from nemo_rl.kits.games.text_game import ACTION_END
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(600)]
 

@@ -17,32 +17,32 @@ import pytest
 from transformers import AutoTokenizer
 
 import nemo_rl
+from nemo_rl.agents.dialects.fields import Fields
+from nemo_rl.agents.dialects.response_items import read_items
+from nemo_rl.agents.endpoint.answers import before_stop
+from nemo_rl.agents.endpoint.calls import CallError, CallRequest
+from nemo_rl.agents.endpoint.forced_calls import read_calls
+from nemo_rl.agents.endpoint.request_body import names_a_key, parsed_body
 from nemo_rl.config import RewardPenaltyConfig
 from nemo_rl.config.schema.judges import LLMJudgeConfig
 from nemo_rl.data.messages.content import TextRules, content_text, texts_between
 from nemo_rl.data.messages.control_tokens import control_tokens_of
 from nemo_rl.data.messages.coverage import _divided
-from nemo_rl.environments.code.blocks import code_to_run, final_code, without_mark
-from nemo_rl.environments.code_jaccard_environment import CodeJaccardEnvironment, jaccard_similarity
-from nemo_rl.environments.games.sliding_puzzle import SlidingPuzzleEnv
 from nemo_rl.environments.grading.boxed import grade_plain_number
 from nemo_rl.environments.grading.dapo import normalize_answer, verify_final_answer
 from nemo_rl.environments.grading.hf_math_verify import verify_math, verify_math_components
 from nemo_rl.environments.grading.multichoice import verify_english, verify_multilingual
-from nemo_rl.environments.judges.interfaces import JudgeError
-from nemo_rl.environments.judges.verdicts import JudgePrompts, quotable_texts, read_reward
-from nemo_rl.environments.tools.calculator import calculator
-from nemo_rl.environments.tools.parsing.template import looks_like_a_call
-from nemo_rl.environments.tools.parsing.thinking import starts_of_answer, text_of_answer
-from nemo_rl.environments.tools.retriever import _query_of
-from nemo_rl.experience.agents.answers import before_stop
-from nemo_rl.experience.agents.calls import CallError, CallRequest
-from nemo_rl.experience.agents.dialects.fields import Fields
-from nemo_rl.experience.agents.dialects.response_items import read_items
-from nemo_rl.experience.agents.forced_calls import read_calls
-from nemo_rl.experience.agents.request_body import names_a_key, parsed_body
 from nemo_rl.experience.penalties.rules import repeats
 from nemo_rl.experience.penalties.thinking import sampled_turns, thinking_reader
+from nemo_rl.kits.code.blocks import code_to_run, final_code, without_mark
+from nemo_rl.kits.code.jaccard import CodeJaccardEnvironment, jaccard_similarity
+from nemo_rl.kits.games.sliding_puzzle import SlidingPuzzleEnv
+from nemo_rl.kits.judges.interfaces import JudgeError
+from nemo_rl.kits.judges.verdicts import JudgePrompts, quotable_texts, read_reward
+from nemo_rl.kits.tools.calculator import calculator
+from nemo_rl.kits.tools.parsing.template import looks_like_a_call
+from nemo_rl.kits.tools.parsing.thinking import starts_of_answer, text_of_answer
+from nemo_rl.kits.tools.retriever import _query_of
 
 ROOT = Path(nemo_rl.__file__).parent
 ASSETS = Path(__file__).parents[1] / "assets"
@@ -99,19 +99,19 @@ READERS: dict[str, Reader] = {
     "letters": Reader(lambda text: verify_english(text, "A"), ("environments/grading/multichoice.py",)),
     "letters of 15 languages": Reader(lambda text: verify_multilingual(text, "A")),
     "plain number": Reader(lambda text: grade_plain_number(text, "7"), ("environments/grading/boxed.py",)),
-    "program": Reader(final_code, ("environments/code/blocks.py",)),
+    "program": Reader(final_code, ("kits/code/blocks.py",)),
     "code to run": Reader(code_to_run),
     "program without mark": Reader(without_mark),
-    "similarity": Reader(lambda text: jaccard_similarity(text, text), ("environments/code_jaccard_environment.py",)),
+    "similarity": Reader(lambda text: jaccard_similarity(text, text), ("kits/code/jaccard.py",)),
     "similarity of a turn": Reader(lambda text: JACCARD.step([chat(text)], [{"ground_truth": "x = 1"}])),
     "judge's score": Reader(
-        lambda text: read_reward(JUDGES["absolute"], text, quotable=[text]), ("environments/judges/verdicts.py",)
+        lambda text: read_reward(JUDGES["absolute"], text, quotable=[text]), ("kits/judges/verdicts.py",)
     ),
     "judge's winner": Reader(lambda text: read_reward(JUDGES["pairwise"], text, quotable=[text])),
     "prompt of a judge": Reader(lambda text: JudgePrompts(JUDGES["absolute"]).of(chat(text), {"ground_truth": text})),
     "texts that a judge may quote": Reader(lambda text: quotable_texts(chat(text), {"ground_truth": text})),
     "thinking": Reader(
-        lambda text: (starts_of_answer(text), text_of_answer(text)), ("environments/tools/parsing/thinking.py",)
+        lambda text: (starts_of_answer(text), text_of_answer(text)), ("kits/tools/parsing/thinking.py",)
     ),
     "call of a tool": Reader(lambda text: looks_like_a_call(text, "<tool_call>", {"f": 1})),
     "call by its name": Reader(lambda text: looks_like_a_call(text, '{"name": "', {"f": 1, "g": 2})),
@@ -136,10 +136,10 @@ READERS: dict[str, Reader] = {
         lambda text: read_items(
             Fields({"input": [{"type": "message", "id": text, "role": "assistant", "content": text}]})
         ),
-        ("experience/agents/dialects/response_items.py",),
+        ("agents/dialects/response_items.py",),
     ),
     "key in a body": Reader(
-        lambda text: names_a_key(text.encode(errors="replace"), {}), ("experience/agents/request_body.py",)
+        lambda text: names_a_key(text.encode(errors="replace"), {}), ("agents/endpoint/request_body.py",)
     ),
     "body": Reader(lambda text: parsed_body(text.encode(errors="replace"))),
     "control tokens": Reader(
@@ -298,12 +298,12 @@ NOT_OF_MODELS: dict[str, str] = {
     "data/effort_levels.py": "chat templates",
     "distributed/workers/logs.py": "stacks of this library",
     "distributed/workers/results.py": "reports of Ray",
-    "doctor/gpus.py": "a file of torch",
-    "doctor/versions.py": "versions of packages",
+    "commands/doctor/gpus.py": "a file of torch",
+    "commands/doctor/versions.py": "versions of packages",
     "environments/user_frames.py": "tracebacks",
-    "environments/nemo_gym/command.py": "values of a configuration",
-    "environments/nemo_gym/servers.py": "the log of NeMo Gym's servers, of which a part of fixed length is read",
-    "environments/tools/schema.py": "docstrings of the user's functions",
+    "agents/nemo_gym/command.py": "values of a configuration",
+    "agents/nemo_gym/servers.py": "the log of NeMo Gym's servers, of which a part of fixed length is read",
+    "kits/tools/schema.py": "docstrings of the user's functions",
     "evals/datasets.py": "data sets of the user",
     "files/safe_load.py": "messages of torch",
     "models/dtensor/proof/small.py": "names of modules",
@@ -317,11 +317,11 @@ NOT_OF_MODELS: dict[str, str] = {
     "models/megatron/conversion/rules.py": "names of tensors",
     "models/training/low_rank.py": "names of modules",
     "models/quantization/weights.py": "names of tensors",
-    "regrade/stored_samples.py": "names of files",
-    "replay/folders.py": "names of files",
-    "report/page.py": "the page's own template",
-    "report/sample_lines.py": "names of files",
-    "sizing/machines.py": "names of machines",
+    "commands/regrade/stored_samples.py": "names of files",
+    "commands/replay/folders.py": "names of files",
+    "commands/report/page.py": "the page's own template",
+    "commands/report/sample_lines.py": "names of files",
+    "commands/size/machines.py": "names of machines",
     "utils/checkpoint.py": "names of folders",
     "utils/log_backends/prometheus.py": "names of metrics",
     "utils/logger.py": "names of folders",

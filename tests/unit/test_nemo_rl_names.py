@@ -84,9 +84,9 @@ NAMES = [
     ("nemo_rl.algorithms.advantage_estimator", "RawRewardAdvantageEstimator"),
     *(("nemo_rl.algorithms.loss", name) for name in ("MseValueLossConfig", "MseValueLossFn")),
     ("nemo_rl.algorithms.grpo", "AsyncGRPOConfig"),
-    *(("nemo_rl.environments.nemo_gym", name) for name in ("NemoGym", "NemoGymConfig", "should_use_nemo_gym")),
-    *(("nemo_rl.environments.nemo_gym", name) for name in ("DEFAULT_INVALID_TOOL_CALL_PATTERNS",)),
-    ("nemo_rl.environments.nemo_gym", "extract_reward_components"),
+    *(("nemo_rl.agents.nemo_gym", name) for name in ("NemoGym", "NemoGymConfig", "should_use_nemo_gym")),
+    *(("nemo_rl.agents.nemo_gym", name) for name in ("DEFAULT_INVALID_TOOL_CALL_PATTERNS",)),
+    ("nemo_rl.agents.nemo_gym", "extract_reward_components"),
     ("nemo_rl.data.processors", "nemo_gym_data_processor"),
 ]
 

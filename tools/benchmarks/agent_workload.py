@@ -7,7 +7,7 @@ import httpx
 import torch
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from nemo_rl.environments.agents.interfaces import AgentTask
+from nemo_rl.agents.programs.interfaces import AgentTask
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, EpisodeStart
 
 AGAIN = "Again."

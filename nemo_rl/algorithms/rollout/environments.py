@@ -10,11 +10,11 @@ from nemo_rl.config.schema.tools import ToolEnvironmentConfig
 from nemo_rl.data.datasets.setup import RunData, setup_response_data
 from nemo_rl.data.interfaces import TokenizerType
 from nemo_rl.environments.registry import check_environment, env_class_path
-from nemo_rl.environments.tools.offers import offered_tools
 from nemo_rl.environments.user_environments import environment_of, start_environment
 from nemo_rl.environments.workers.client import EnvironmentClient
 from nemo_rl.environments.workers.keys import section_of, worker_keys
 from nemo_rl.environments.workers.start import Environment
+from nemo_rl.kits.tools.offers import offered_tools
 from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)

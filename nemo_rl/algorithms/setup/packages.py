@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from nemo_rl.agents.nemo_gym.command import find_program, should_use_nemo_gym
 from nemo_rl.config import (
     ClusterConfig,
     EvalMasterConfig,
@@ -23,7 +24,6 @@ from nemo_rl.config import (
     VenvConfig,
 )
 from nemo_rl.config.schema.agents import NEMO_GYM, NemoGymConfig
-from nemo_rl.environments.nemo_gym.command import find_program, should_use_nemo_gym
 from nemo_rl.models.megatron.release import FUSED_GRADIENTS, MISSING_FUSED_GRADIENTS, missing_megatron_core
 from nemo_rl.utils.cluster_address import cluster_address
 from nemo_rl.utils.errors import ConfigError

@@ -81,9 +81,9 @@ def check_agent_endpoint(config: RunConfig) -> str:
     Raises:
         ConfigError: this machine cannot listen there.
     """
+    from nemo_rl.agents.endpoint.server import listener_of
     from nemo_rl.environments.registry import env_class_path
     from nemo_rl.environments.workers.loading import load_env_class
-    from nemo_rl.experience.agents.endpoint import listener_of
 
     names = {str(name) for _, name in config.env_entries()}
     endpoint = config.cluster.agent_endpoint

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from nemo_rl.agents.nemo_gym import should_use_nemo_gym
 from nemo_rl.algorithms.setup.packages import check_packages
 from nemo_rl.config import REPOSITORY_ROOT, EvalMasterConfig, GRPOMasterConfig, load_config
 from nemo_rl.config.schema.agents import HeadServerConfig
-from nemo_rl.environments.nemo_gym import should_use_nemo_gym
 from nemo_rl.utils.errors import ConfigError
 
 EXAMPLE = REPOSITORY_ROOT / "examples/nemo_gym/grpo_calculator_cpu.yaml"

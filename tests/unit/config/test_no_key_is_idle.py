@@ -172,7 +172,7 @@ PLANTED = {
         ("models/policy/workers/base.py", "config.dynamic_batching.enabled", "False"),
         ("algorithms/supervised/start.py", "policy.dynamic_batching.enabled", "False"),
         ("models/capacity/memory.py", "if way.enabled", "if True"),
-        ("sizing/search.py", "section.dynamic_batching.enabled", "False"),
+        ("commands/size/search.py", "section.dynamic_batching.enabled", "False"),
         {"DynamicBatchingConfig.enabled", "PairDynamicBatchingConfig.enabled"},
     ),
     "env.math.stop_strings": (

@@ -11,15 +11,15 @@ import pytest
 from ray._private import utils as ray_utils
 
 from nemo_rl.algorithms.setup import memory_check
+from nemo_rl.commands.doctor import host
+from nemo_rl.commands.doctor.checks import Check, Finding, Status, ok
+from nemo_rl.commands.doctor.exchange import _start, check_exchange
+from nemo_rl.commands.doctor.gpus import check_gpus, list_gpus
+from nemo_rl.commands.doctor.processor import check_processor
+from nemo_rl.commands.doctor.requests import NodeRequest
+from nemo_rl.commands.doctor.runner import perform, smallest
+from nemo_rl.commands.doctor.versions import check_versions, installed_versions
 from nemo_rl.distributed.ranks.rendezvous import bind_free_port
-from nemo_rl.doctor import host
-from nemo_rl.doctor.checks import Check, Finding, Status, ok
-from nemo_rl.doctor.exchange import _start, check_exchange
-from nemo_rl.doctor.gpus import check_gpus, list_gpus
-from nemo_rl.doctor.processor import check_processor
-from nemo_rl.doctor.requests import NodeRequest
-from nemo_rl.doctor.runner import perform, smallest
-from nemo_rl.doctor.versions import check_versions, installed_versions
 from nemo_rl.host.disk_space import readable_bytes
 from nemo_rl.utils.errors import ConfigError
 

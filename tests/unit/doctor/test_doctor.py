@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from nemo_rl.__main__ import main
+from nemo_rl.commands.doctor import command, host, nodes
+from nemo_rl.commands.doctor.checks import Finding, skipped
+from nemo_rl.commands.doctor.nodes import NODE_CHECKS
+from nemo_rl.commands.doctor.run import run_checks
 from nemo_rl.config import load_config
 from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
-from nemo_rl.doctor import command, host, nodes
-from nemo_rl.doctor.checks import Finding, skipped
-from nemo_rl.doctor.nodes import NODE_CHECKS
-from nemo_rl.doctor.run import run_checks
 from nemo_rl.launch.checks import Request
 from nemo_rl.models.capacity.hub_configs import with_local_configs
 from nemo_rl.utils.errors import ConfigError

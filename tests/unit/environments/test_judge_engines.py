@@ -16,10 +16,10 @@ from nemo_rl.config import REPOSITORY_ROOT
 from nemo_rl.config.schema.judges import LLMJudgeConfig
 from nemo_rl.config.schema.model.policy import OwnDevicesConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.judges.engines import JudgeEngines
-from nemo_rl.environments.judges.places import check_processors
 from nemo_rl.environments.utils import create_env
 from nemo_rl.environments.workers.client import EnvironmentClient
+from nemo_rl.kits.judges.engines import JudgeEngines
+from nemo_rl.kits.judges.places import check_processors
 from nemo_rl.utils.errors import ConfigError
 
 TINY_CHAT = REPOSITORY_ROOT / "examples/assets/tiny-chat"

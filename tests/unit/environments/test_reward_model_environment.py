@@ -15,11 +15,11 @@ from nemo_rl.config import REPOSITORY_ROOT
 from nemo_rl.config.schema.judges import weights_folder
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.messages.conversations import preference_preprocessor
-from nemo_rl.environments.judges.conversation_tokens import ConversationTokens
-from nemo_rl.environments.judges.joined_passes import JoinedPasses
-from nemo_rl.environments.reward_model_environment import RewardModelEnvironment
 from nemo_rl.environments.utils import create_env
 from nemo_rl.environments.workers.client import EnvironmentClient
+from nemo_rl.kits.judges.conversation_tokens import ConversationTokens
+from nemo_rl.kits.judges.joined_passes import JoinedPasses
+from nemo_rl.kits.judges.reward_model import RewardModelEnvironment
 from nemo_rl.utils.errors import ConfigError, DataError
 
 TINY_CHAT = REPOSITORY_ROOT / "examples/assets/tiny-chat"

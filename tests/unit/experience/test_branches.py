@@ -15,6 +15,8 @@ from rollout_parts import LetterTokenizer
 from nemo_rl.algorithms.rollout.batches import build_training_batch, mark_stale
 from nemo_rl.algorithms.rollout.staleness import age, age_metrics
 from nemo_rl.algorithms.runtime.run import StepBatch
+from nemo_rl.commands.regrade.replay import replay
+from nemo_rl.commands.regrade.stored_samples import read_samples
 from nemo_rl.config import RewardPenaltyConfig
 from nemo_rl.data.stored_rows import NUM_STALE, STORED_ROWS, with_tokens
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -30,8 +32,6 @@ from nemo_rl.experience.trajectory_log import TrajectoryLog
 from nemo_rl.files.safe_load import is_plain
 from nemo_rl.models.generation.interfaces import ResponseSoFar, VersionSpan
 from nemo_rl.models.policy.batching import global_batches
-from nemo_rl.regrade.replay import replay
-from nemo_rl.regrade.stored_samples import read_samples
 from nemo_rl.utils.errors import DataError
 
 pytestmark = pytest.mark.fast

@@ -20,9 +20,6 @@ from nemo_rl.config import OverlapConfig
 from nemo_rl.data.loader import build_loader
 from nemo_rl.data.streams.prompt_stream import PromptStream
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.games.blackjack import BlackjackEnv
-from nemo_rl.environments.games.sliding_puzzle import SlidingPuzzleEnv
-from nemo_rl.environments.games.text_game import GameEnvironment
 from nemo_rl.environments.interfaces import EnvironmentInterface, StepResult
 from nemo_rl.environments.workers.loading import traits_of
 from nemo_rl.experience.event_loop import EventLoopThread
@@ -30,6 +27,9 @@ from nemo_rl.experience.progress import GroupProgress, states_of
 from nemo_rl.experience.rollouts import RolloutKey, RolloutLimits, RolloutRunner
 from nemo_rl.experience.trajectory import Outcome, Trajectory
 from nemo_rl.files.safe_load import is_plain, load_plain
+from nemo_rl.kits.games.blackjack import BlackjackEnv
+from nemo_rl.kits.games.sliding_puzzle import SlidingPuzzleEnv
+from nemo_rl.kits.games.text_game import GameEnvironment
 from nemo_rl.models.generation.interfaces import (
     GenerationInterface,
     GenerationRequest,

@@ -18,10 +18,10 @@ from nemo_rl.config import TokenizerConfig
 from nemo_rl.data.datasets.hub import _load_hub
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.environments.grading.process import GradingProcess
-from nemo_rl.environments.reward_model_environment import _require_classifier
 from nemo_rl.evals.records import _whole_prompts
 from nemo_rl.files.safe_checkpoint import read_metadata
 from nemo_rl.files.safe_load import load_plain
+from nemo_rl.kits.judges.reward_model import _require_classifier
 from nemo_rl.models.generation.stop_tokens import stop_token_ids
 from nemo_rl.models.huggingface.load import load_causal_lm, load_model_config, load_scoring_model
 from nemo_rl.models.huggingface.sizes import count_parameters

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nemo_rl.commands.regrade.stored_samples import read_samples
 from nemo_rl.config.loading.inheritance import read_layers
 from nemo_rl.data.datasets.rows.readers import read_file
 from nemo_rl.data.tokenizer import get_tokenizer
@@ -21,7 +22,6 @@ from nemo_rl.files.regular_file import open_regular, read_bytes, read_text, requ
 from nemo_rl.files.safe_checkpoint import read_metadata
 from nemo_rl.files.safe_load import load_plain
 from nemo_rl.models.huggingface.load import load_model_config
-from nemo_rl.regrade.stored_samples import read_samples
 from nemo_rl.utils.errors import CheckpointError
 
 TOKENIZER = Path(__file__).parents[2] / "assets/tokenizers/qwen3"

@@ -10,6 +10,7 @@ import ray
 from nemo_rl.algorithms.credit.advantages import make_advantage_estimator
 from nemo_rl.algorithms.setup import memory_check
 from nemo_rl.algorithms.setup.memory_forecast import DEFAULT_GPU_GB, device_bytes
+from nemo_rl.commands.dry_run import describe
 from nemo_rl.config import (
     REPOSITORY_ROOT,
     ClusterConfig,
@@ -21,7 +22,6 @@ from nemo_rl.config import (
     load_config,
 )
 from nemo_rl.launch.command_line import launch
-from nemo_rl.launch.dry_run import describe
 from nemo_rl.losses.pair_losses import VARIANTS, make_variant
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
 from nemo_rl.models.capacity.hub_configs import FOLDER, known_models, with_local_configs

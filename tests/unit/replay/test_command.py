@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from nemo_rl.commands.replay import command, records, run
+from nemo_rl.commands.replay.findings import Comparison, Difference, Stage
 from nemo_rl.config import GRPOMasterConfig
 from nemo_rl.config.loading.load import config_of
-from nemo_rl.replay import command, records, run
-from nemo_rl.replay.findings import Comparison, Difference, Stage
 from nemo_rl.utils.errors import CheckpointError, ReplayError
 
 LOSS = [Difference("loss", "loss differs: 1 in the run, 2 now", 1.0)]

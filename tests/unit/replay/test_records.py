@@ -14,6 +14,8 @@ import torch
 from nemo_rl.algorithms.rollout.batches import build_training_batch
 from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.algorithms.runtime.step_record import StepRecorder, name_of
+from nemo_rl.commands.replay.folders import find_folder
+from nemo_rl.commands.replay.records import add_modules, read_step
 from nemo_rl.config import GRPOMasterConfig
 from nemo_rl.config.loading.load import config_of
 from nemo_rl.distributed.parallel_layout import ParallelLayout
@@ -21,8 +23,6 @@ from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
 from nemo_rl.models.policy.workers.update_recorder import RankUpdate
 from nemo_rl.models.training.fingerprints import Piece, fingerprint
-from nemo_rl.replay.folders import find_folder
-from nemo_rl.replay.records import add_modules, read_step
 from nemo_rl.utils.errors import ReplayError
 
 WEIGHT = {"w": Piece((0,), fingerprint(torch.tensor([0.1, 0.2])))}

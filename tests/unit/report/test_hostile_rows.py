@@ -9,12 +9,12 @@ import httpx
 import pytest
 from stored_run import row, write_run
 
-from nemo_rl.report.page import as_json
-from nemo_rl.report.run_files import RunFiles, find_run
-from nemo_rl.report.run_view import RunView
-from nemo_rl.report.sample_index import SampleIndex
-from nemo_rl.report.sample_query import SampleQuery
-from nemo_rl.report.server import RunServer
+from nemo_rl.commands.report.page import as_json
+from nemo_rl.commands.report.run_files import RunFiles, find_run
+from nemo_rl.commands.report.run_view import RunView
+from nemo_rl.commands.report.sample_index import SampleIndex
+from nemo_rl.commands.report.sample_query import SampleQuery
+from nemo_rl.commands.report.server import RunServer
 
 HUGE = 10**400
 ODD_ROWS: list[dict[str, Any]] = [

@@ -13,8 +13,8 @@ import pytest
 from stored_run import HOSTILE, add_step, write_run
 
 from nemo_rl.__main__ import main
-from nemo_rl.report.run_files import find_run
-from nemo_rl.report.server import RunServer
+from nemo_rl.commands.report.run_files import find_run
+from nemo_rl.commands.report.server import RunServer
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 

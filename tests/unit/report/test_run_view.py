@@ -13,12 +13,12 @@ from stored_run import TINY, add_step, row, write_run
 from transformers import AutoTokenizer
 
 from nemo_rl.algorithms.setup.run_record import record_run
+from nemo_rl.commands.report.findings import RULES, find
+from nemo_rl.commands.report.run_files import RunFiles, find_run
+from nemo_rl.commands.report.run_view import RunView
+from nemo_rl.commands.report.sample_index import SampleIndex
+from nemo_rl.commands.report.sample_query import SampleQuery
 from nemo_rl.config import RunConfig
-from nemo_rl.report.findings import RULES, find
-from nemo_rl.report.run_files import RunFiles, find_run
-from nemo_rl.report.run_view import RunView
-from nemo_rl.report.sample_index import SampleIndex
-from nemo_rl.report.sample_query import SampleQuery
 from nemo_rl.utils.errors import DataError, RunInterruptedError
 
 

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.algorithms.setup.memory_forecast import USABLE_SHARE
+from nemo_rl.commands.dry_run import describe
+from nemo_rl.commands.size.candidates import candidate_of
+from nemo_rl.commands.size.report import changed_values, overrides_of
+from nemo_rl.commands.size.run import own_train_seconds
+from nemo_rl.commands.size.search import TIE
 from nemo_rl.config import load_config
 from nemo_rl.config.loading.algorithms import ALGORITHMS
-from nemo_rl.launch.dry_run import describe
-from nemo_rl.sizing.candidates import candidate_of
-from nemo_rl.sizing.report import changed_values, overrides_of
-from nemo_rl.sizing.run import own_train_seconds
-from nemo_rl.sizing.search import TIE
 from tools import generate_sizing_table as tool
 
 RECIPES = sorted(tool.RECIPES.glob("*.yaml"))

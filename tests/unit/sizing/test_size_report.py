@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.__main__ import main
+from nemo_rl.commands.size import run, splits
+from nemo_rl.commands.size.machines import Gpu, chosen_gpu
+from nemo_rl.commands.size.proposal import Proposal, described
+from nemo_rl.commands.size.report import needed_overrides, overrides_of, write_file
 from nemo_rl.config import REPOSITORY_ROOT, MasterConfig, SFTMasterConfig, load_config
-from nemo_rl.sizing import run, splits
-from nemo_rl.sizing.machines import Gpu, chosen_gpu
-from nemo_rl.sizing.proposal import Proposal, described
-from nemo_rl.sizing.report import needed_overrides, overrides_of, write_file
 
 RECIPES = REPOSITORY_ROOT / "examples/configs/recipes/llm"
 SFT = RECIPES / "sft-llama3.1-8b-1n8g-fsdp.yaml"

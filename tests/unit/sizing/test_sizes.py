@@ -7,15 +7,15 @@ import pytest
 import yaml
 
 from nemo_rl.__main__ import main
+from nemo_rl.commands.size.candidates import Candidate, batching, candidates, layouts, values_of
+from nemo_rl.commands.size.costs import update_seconds
+from nemo_rl.commands.size.jobs import Job, with_values
+from nemo_rl.commands.size.machines import GPUS, chosen_gpu, memory_of
+from nemo_rl.commands.size.proposal import described, propose
+from nemo_rl.commands.size.reasons import reasons
+from nemo_rl.commands.size.search import Rejected, Search
+from nemo_rl.commands.size.splits import placed
 from nemo_rl.config import REPOSITORY_ROOT, DPOMasterConfig, GRPOMasterConfig, load_config
-from nemo_rl.sizing.candidates import Candidate, batching, candidates, layouts, values_of
-from nemo_rl.sizing.costs import update_seconds
-from nemo_rl.sizing.jobs import Job, with_values
-from nemo_rl.sizing.machines import GPUS, chosen_gpu, memory_of
-from nemo_rl.sizing.proposal import described, propose
-from nemo_rl.sizing.reasons import reasons
-from nemo_rl.sizing.search import Rejected, Search
-from nemo_rl.sizing.splits import placed
 from nemo_rl.utils.errors import ConfigError
 
 RECIPES = REPOSITORY_ROOT / "examples/configs/recipes/llm"

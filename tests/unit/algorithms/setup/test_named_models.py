@@ -14,6 +14,7 @@ from nemo_rl.algorithms.setup import checkpoint_size, placement
 from nemo_rl.algorithms.setup.checkpoint_size import check_space, checkpoint_sizes
 from nemo_rl.algorithms.setup.placement import place_models
 from nemo_rl.algorithms.setup.preflight import check_added_models
+from nemo_rl.commands.dry_run import describe
 from nemo_rl.config import (
     REPOSITORY_ROOT,
     GRPOMasterConfig,
@@ -26,7 +27,6 @@ from nemo_rl.config import (
     trained,
 )
 from nemo_rl.config.rules.resume import changed_keys
-from nemo_rl.launch.dry_run import describe
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 
 CONFIG = REPOSITORY_ROOT / "examples/configs/grpo_math_cpu.yaml"

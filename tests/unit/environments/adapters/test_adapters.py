@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl.environments.adapters.packages import library
-from nemo_rl.environments.adapters.replayed_game import Answer, ReplayedGame
 from nemo_rl.environments.registry import env_class_path
 from nemo_rl.environments.workers.loading import load_env_class
+from nemo_rl.kits.adapters.packages import library
+from nemo_rl.kits.adapters.replayed_game import Answer, ReplayedGame
 from nemo_rl.utils.errors import ConfigError
 
 
@@ -76,7 +76,7 @@ def test_a_game_is_replayed_after_a_restart():
 
 def test_a_missing_package_names_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "gymnasium", None)
-    monkeypatch.delitem(sys.modules, "nemo_rl.environments.adapters.gymnasium", raising=False)
+    monkeypatch.delitem(sys.modules, "nemo_rl.kits.adapters.gymnasium", raising=False)
     with pytest.raises(ConfigError, match=r"gymnasium, which is not installed. Install it with `uv sync --extra gymn"):
         load_env_class(env_class_path("gymnasium"))
     with pytest.raises(ConfigError, match=r"`pip install nemo-rl\[reasoning-gym\]`"):

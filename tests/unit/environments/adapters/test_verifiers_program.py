@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.environments.adapters import verifiers_program
-from nemo_rl.environments.adapters.verifiers_program import VerifiersProgram
-from nemo_rl.environments.agents.environment import AgentEnvironment
-from nemo_rl.environments.agents.interfaces import AgentError, AgentTask
+from nemo_rl.agents import verifiers_program
+from nemo_rl.agents.programs.environment import AgentEnvironment
+from nemo_rl.agents.programs.interfaces import AgentError, AgentTask
+from nemo_rl.agents.verifiers_program import VerifiersProgram
 from nemo_rl.environments.interfaces import split_return
 from nemo_rl.utils.errors import ConfigError
 
@@ -194,7 +194,7 @@ def test_an_episode_of_the_package_calls_the_endpoint_with_the_key_of_its_sample
     from fake_endpoint import FakeEndpoint
 
     kwargs = {"env": block("is_echo"), "validation_env": block("breaks", split="validation")}
-    section = {"program": "nemo_rl.environments.adapters.verifiers_program.VerifiersProgram", "kwargs": kwargs}
+    section = {"program": "nemo_rl.agents.verifiers_program.VerifiersProgram", "kwargs": kwargs}
 
     async def play(url: str) -> list[Any]:
         environment = AgentEnvironment(section)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.environments.agents.environment import AgentEnvironment
+from nemo_rl.agents.programs.environment import AgentEnvironment
 from nemo_rl.environments.interfaces import StepResult, split_return
 
 KEY = "sk-secret-0815"

@@ -7,7 +7,7 @@ from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 
-from nemo_rl.environments.agents.interfaces import START_SIGN
+from nemo_rl.agents.programs.interfaces import START_SIGN
 
 
 class FakeEndpoint:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nemo_rl.agents.nemo_gym import NemoGym
 from nemo_rl.environments.interfaces import StepResult, split_return
-from nemo_rl.environments.nemo_gym import NemoGym
 
 EXAMPLE = Path(__file__).resolve().parents[4] / "examples/nemo_gym"
 KEY = "sk-secret-0815"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.environments.agents.interfaces import AgentTask
+from nemo_rl.agents.programs.interfaces import AgentTask
 
 released = threading.Event()
 """Set by a test to let blocked threads end."""

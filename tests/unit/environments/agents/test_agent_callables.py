@@ -11,9 +11,9 @@ import torch
 from agent_steps import KEY, agent, played
 from fake_endpoint import FakeEndpoint
 
+from nemo_rl.agents.programs.environment import AgentEnvironment
 from nemo_rl.config.schema.agents import AgentEnvironmentConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.agents.environment import AgentEnvironment
 from nemo_rl.environments.workers.loading import load_env_class, traits_of
 from nemo_rl.utils.errors import ConfigError
 
@@ -210,7 +210,7 @@ def test_wrong_sections_are_refused(keys: dict[str, Any], reason: str) -> None:
 
 
 def test_the_driver_knows_that_it_runs_agents() -> None:
-    env_class, _ = load_env_class("nemo_rl.environments.agents.environment.AgentEnvironment")
+    env_class, _ = load_env_class("nemo_rl.agents.programs.environment.AgentEnvironment")
     traits = traits_of(env_class, {})
     assert traits.runs_agents and traits.steps_samples_alone and traits.is_async and traits.pooled
     assert not traits.continues_episodes and traits.reads_chat

@@ -18,8 +18,8 @@ import pytest
 from agent_steps import KEY, agent, played, processes_with
 from fake_endpoint import FakeEndpoint
 
-from nemo_rl.environments.agents import commands
-from nemo_rl.environments.agents.environment import AgentEnvironment
+from nemo_rl.agents.programs import commands
+from nemo_rl.agents.programs.environment import AgentEnvironment
 from nemo_rl.sandbox import why_unavailable
 from nemo_rl.sandbox.mechanisms import IN_ORDER
 
@@ -211,8 +211,8 @@ def test_a_program_ends_with_the_process_of_the_environment(tmp_path: Path) -> N
     mark = f"mark-{uuid.uuid4()}"
     code = f"""
 import asyncio
-from nemo_rl.environments.agents.commands import CommandProgram
-from nemo_rl.environments.agents.interfaces import AgentTask
+from nemo_rl.agents.programs.commands import CommandProgram
+from nemo_rl.agents.programs.interfaces import AgentTask
 program = CommandProgram(["python", "-c", "import time; time.sleep(100)", {mark!r}], {{}}, 1000)
 asyncio.run(program.run(AgentTask([], None, {{}}, "", "", "", 0, 100)))
 """
@@ -339,7 +339,7 @@ def test_the_task_is_json_of_its_fields(sandbox: str) -> None:
 def test_a_machine_without_the_right_to_start_a_network_is_refused() -> None:
     code = """
 from nemo_rl.config.schema.agents import AgentEnvironmentConfig
-from nemo_rl.environments.agents.sandboxed import SandboxedCommand
+from nemo_rl.agents.programs.sandboxed import SandboxedCommand
 SandboxedCommand(AgentEnvironmentConfig.build(command=["python"], sandbox="landlock"))
 """
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from agent_steps import KEY, agent, played
 
-from nemo_rl.environments.agents.environment import AgentEnvironment
+from nemo_rl.agents.programs.environment import AgentEnvironment
 from nemo_rl.sandbox import Program
 
 HALF = KEY[len(KEY) // 2 :]

@@ -16,8 +16,8 @@ import pytest
 from agent_steps import KEY, agent, played
 from fake_endpoint import FakeEndpoint
 
-from nemo_rl.environments.agents.environment import AgentEnvironment
-from nemo_rl.environments.agents.interfaces import AgentTask
+from nemo_rl.agents.programs.environment import AgentEnvironment
+from nemo_rl.agents.programs.interfaces import AgentTask
 
 
 class Service:

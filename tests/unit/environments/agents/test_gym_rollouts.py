@@ -16,12 +16,12 @@ from agent_steps import processes_with
 from fake_endpoint import FakeEndpoint
 from gym_parts import EXAMPLE, KEY, metadata, played, row, section
 
+from nemo_rl.agents.nemo_gym import NemoGym
+from nemo_rl.agents.nemo_gym.command import added_config, find_program, overrides
+from nemo_rl.agents.nemo_gym.results import extract_reward_components, read_rollout
+from nemo_rl.agents.nemo_gym.servers import GymServers
+from nemo_rl.agents.programs.interfaces import AgentError
 from nemo_rl.config.schema.agents import NemoGymConfig
-from nemo_rl.environments.agents.interfaces import AgentError
-from nemo_rl.environments.nemo_gym import NemoGym
-from nemo_rl.environments.nemo_gym.command import added_config, find_program, overrides
-from nemo_rl.environments.nemo_gym.results import extract_reward_components, read_rollout
-from nemo_rl.environments.nemo_gym.servers import GymServers
 from nemo_rl.utils.errors import ConfigError
 
 
@@ -128,7 +128,7 @@ def test_servers_whose_guard_was_killed_are_ended_and_started_again(tmp_path: Pa
 def test_servers_that_end_too_often_are_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     servers = GymServers(NemoGymConfig.of(section(tmp_path)))
     times = iter([0.0, 3000.0, 3500.0, 4000.0, 4100.0])
-    monkeypatch.setattr("nemo_rl.environments.nemo_gym.servers.time.monotonic", lambda: next(times))
+    monkeypatch.setattr("nemo_rl.agents.nemo_gym.servers.time.monotonic", lambda: next(times))
     for _ in range(4):  # the fourth is more than an hour after the first
         servers._count_restart()
     with pytest.raises(AgentError, match="ended 4 times in an hour"):

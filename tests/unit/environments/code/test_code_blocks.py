@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from nemo_rl.environments.code.blocks import code_to_run, final_code
+from nemo_rl.kits.code.blocks import code_to_run, final_code
 
 PROGRAM = "def f(x):\n    return x + 1\n"
 FENCE = f"```python\n{PROGRAM}```\n"

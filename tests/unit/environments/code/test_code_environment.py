@@ -6,9 +6,9 @@ import json
 import pytest
 import torch
 
-from nemo_rl.environments.code.blocks import code_to_run, final_code
-from nemo_rl.environments.code_environment import CodeEnvironment
-from nemo_rl.environments.code_jaccard_environment import CodeJaccardEnvironment, jaccard_similarity
+from nemo_rl.kits.code.blocks import code_to_run, final_code
+from nemo_rl.kits.code.environment import CodeEnvironment
+from nemo_rl.kits.code.jaccard import CodeJaccardEnvironment, jaccard_similarity
 from nemo_rl.sandbox import why_unavailable
 from nemo_rl.sandbox.mechanisms import IN_ORDER
 from nemo_rl.utils.errors import ConfigError, SandboxError

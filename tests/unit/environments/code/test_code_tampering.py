@@ -5,8 +5,8 @@ All run with the first mechanism of this machine; `tests/unit/sandbox` covers wh
 
 import pytest
 
-from nemo_rl.environments.code.grading import Grader
-from nemo_rl.environments.code.tests import CallTests, OutputTests
+from nemo_rl.kits.code.grading import Grader
+from nemo_rl.kits.code.tests import CallTests, OutputTests
 from nemo_rl.sandbox import Limits, Sandbox, choose_mechanism
 from nemo_rl.utils.errors import SandboxError
 

@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from nemo_rl.environments.games.blackjack import BlackjackEnv, BlackjackGame, hand_value, is_held_out, situation
-from nemo_rl.environments.games.blackjack_values import (
+from nemo_rl.kits.games.blackjack import BlackjackEnv, BlackjackGame, hand_value, is_held_out, situation
+from nemo_rl.kits.games.blackjack_values import (
     Hands,
     expected_reward,
     hit_value,

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from nemo_rl.environments.tools.calculator import calculator
+from nemo_rl.kits.tools.calculator import calculator
 
 
 @pytest.mark.fast

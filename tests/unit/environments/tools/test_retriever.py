@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from bm25s.stopwords import STOPWORDS_EN
 
-from nemo_rl.environments.tools.retriever import BM25Retriever, RAGEnvironment, RetrieverTools, format_documents
+from nemo_rl.kits.tools.retriever import BM25Retriever, RAGEnvironment, RetrieverTools, format_documents
 from nemo_rl.utils.errors import ConfigError, DataError
 
 ROOT = Path(__file__).resolve().parents[4]

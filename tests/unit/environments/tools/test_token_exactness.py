@@ -17,10 +17,10 @@ from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.processors import math_hf_data_processor
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EpisodeStart, StepResult, split_return
-from nemo_rl.environments.tools.environment import ToolEnvironment
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.rollouts import RolloutKey, RolloutLimits, RolloutRunner
 from nemo_rl.experience.trajectory import Outcome
+from nemo_rl.kits.tools.environment import ToolEnvironment
 from nemo_rl.models.generation.interfaces import SamplingParams
 from nemo_rl.sandbox import why_unavailable
 from nemo_rl.sandbox.mechanisms import IN_ORDER

@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 from nemo_rl.algorithms.credit.fixed_advantages import set_invalid_tool_calls
 from nemo_rl.data.messages.observations import ObservationRenderer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.tools.environment import ToolEnvironment
 from nemo_rl.experience.trajectory import Trajectory
+from nemo_rl.kits.tools.environment import ToolEnvironment
 
 TOKENIZER = str(Path(__file__).resolve().parents[4] / "tests/assets/tokenizers/qwen3")
 KEYS = {"name": TOKENIZER, "chat_template": "default", "chat_template_kwargs": None}

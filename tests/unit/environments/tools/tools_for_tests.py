@@ -4,7 +4,7 @@ import os
 import time
 from typing import Any, Literal
 
-from nemo_rl.environments.tools.interfaces import EpisodeTools
+from nemo_rl.kits.tools.interfaces import EpisodeTools
 
 
 def divide(dividend: float, divisor: float, rounding: Literal["down", "none"] = "none") -> float:

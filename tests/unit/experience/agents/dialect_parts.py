@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from nemo_rl.experience.agents.calls import AnsweredToolCall, CallAnswer, CallError, CallRequest
-from nemo_rl.experience.agents.dialects.interface import Dialect, Event
+from nemo_rl.agents.dialects.interface import Dialect, Event
+from nemo_rl.agents.endpoint.calls import AnsweredToolCall, CallAnswer, CallError, CallRequest
 
 WEATHER_SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"name": "weather", "description": "Tell the weather.", "parameters": WEATHER_SCHEMA}

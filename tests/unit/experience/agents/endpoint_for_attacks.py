@@ -19,11 +19,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from random_model import RandomModelEngine
 from transformers import AutoTokenizer
 
+from nemo_rl.agents.endpoint.answers import AnswerReader
+from nemo_rl.agents.endpoint.server import AgentEndpoint
+from nemo_rl.agents.endpoint.session import AgentSession, CallParts, SessionSettings
 from nemo_rl.config.schema.agents import AgentEndpointConfig
 from nemo_rl.data.messages.content import TextRules
-from nemo_rl.experience.agents.answers import AnswerReader
-from nemo_rl.experience.agents.endpoint import AgentEndpoint
-from nemo_rl.experience.agents.session import AgentSession, CallParts, SessionSettings
 from nemo_rl.experience.limits import RolloutLimits
 from nemo_rl.models.generation.interfaces import SamplingParams
 

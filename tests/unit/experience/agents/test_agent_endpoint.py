@@ -14,9 +14,9 @@ from openai import AsyncOpenAI
 from random_model import RandomModelEngine
 from transformers import AutoTokenizer
 
+from nemo_rl.agents.endpoint.server import AgentEndpoint
+from nemo_rl.agents.programs.interfaces import key_of_start
 from nemo_rl.config.schema.agents import AgentEndpointConfig
-from nemo_rl.environments.agents.interfaces import key_of_start
-from nemo_rl.experience.agents.endpoint import AgentEndpoint
 from nemo_rl.experience.limits import RolloutLimits
 from nemo_rl.experience.trajectory import Ending, Outcome
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult

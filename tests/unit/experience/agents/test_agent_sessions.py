@@ -8,13 +8,13 @@ import pytest
 from agent_parts import TOKENIZERS
 from transformers import AutoTokenizer
 
+from nemo_rl.agents.endpoint.answers import AnswerReader
+from nemo_rl.agents.endpoint.calls import CallAnswer, CallError, CallRequest
+from nemo_rl.agents.endpoint.exchanges import ClientGoneError
+from nemo_rl.agents.endpoint.server import AgentEndpoint
+from nemo_rl.agents.endpoint.session import AgentSession, CallParts, SessionSettings
 from nemo_rl.config.schema.agents import AgentEndpointConfig
 from nemo_rl.data.messages.content import TextRules
-from nemo_rl.experience.agents.answers import AnswerReader
-from nemo_rl.experience.agents.calls import CallAnswer, CallError, CallRequest
-from nemo_rl.experience.agents.endpoint import AgentEndpoint
-from nemo_rl.experience.agents.exchanges import ClientGoneError
-from nemo_rl.experience.agents.session import AgentSession, CallParts, SessionSettings
 from nemo_rl.experience.limits import RolloutLimits
 from nemo_rl.experience.trajectory import Ending
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, SamplingParams, VersionSpan

@@ -3,10 +3,10 @@
 import pytest
 from transformers import AutoTokenizer
 
+from nemo_rl.agents.endpoint.answers import AnswerReader
+from nemo_rl.agents.endpoint.calls import CallRequest
 from nemo_rl.config import REPOSITORY_ROOT
-from nemo_rl.environments.tools.parsing.vllm import CallParser
-from nemo_rl.experience.agents.answers import AnswerReader
-from nemo_rl.experience.agents.calls import CallRequest
+from nemo_rl.kits.tools.parsing.vllm import CallParser
 
 TEXT = "The answer is 4."
 

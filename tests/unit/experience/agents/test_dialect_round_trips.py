@@ -8,8 +8,8 @@ from dialect_parts import CALL, SECOND_CALL, WEATHER, answer, answer_with_calls,
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.experience.agents.dialects.interface import Dialect
-from nemo_rl.experience.agents.dialects.registry import DIALECT_BY_PATH
+from nemo_rl.agents.dialects.interface import Dialect
+from nemo_rl.agents.dialects.registry import DIALECT_BY_PATH
 
 pytestmark = pytest.mark.fast
 

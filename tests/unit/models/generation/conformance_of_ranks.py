@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nemo_rl.models.generation.conformance import Case, check_property
+from nemo_rl.commands.conformance import Case, check_property
 
 _STOP = "stop"
 _DEADLINE_S = 60.0

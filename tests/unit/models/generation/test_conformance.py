@@ -9,9 +9,9 @@ import torch
 from faulty_engines import FAULTS
 from generation_helpers import make_model, make_settings, save_model
 
-from nemo_rl.models.generation.conformance import PROPERTIES, Case, ContractError, Report, check_property, table
-from nemo_rl.models.generation.conformance.__main__ import main
-from nemo_rl.models.generation.conformance.run import check_all
+from nemo_rl.commands.conformance import PROPERTIES, Case, ContractError, Report, check_property, table
+from nemo_rl.commands.conformance.__main__ import main
+from nemo_rl.commands.conformance.run import check_all
 from nemo_rl.models.generation.hf.engine import HfEngine
 from nemo_rl.models.generation.interfaces import EngineSettings
 

@@ -11,7 +11,7 @@ from engine_of_ranks import EngineOfRanks
 from engine_process import LOOK
 from generation_helpers import make_mixture, make_model, save_model
 
-from nemo_rl.models.generation.conformance import PROPERTIES, Case
+from nemo_rl.commands.conformance import PROPERTIES, Case
 
 TENSOR, STAGES, EXPERTS = "tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"
 LACKS_VLLM = pytest.mark.skipif(find_spec("vllm") is None, reason="needs the extra cpu or vllm")

@@ -26,8 +26,8 @@ from generation_helpers import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from nemo_rl.commands.conformance import PROPERTIES, Case, check_property
 from nemo_rl.config import ClusterConfig, PolicyConfig
-from nemo_rl.models.generation.conformance import PROPERTIES, Case, check_property
 from nemo_rl.models.generation.factory import check_engine_model
 from nemo_rl.models.generation.interfaces import SamplingParams
 from nemo_rl.utils.errors import ConfigError, WeightSyncError

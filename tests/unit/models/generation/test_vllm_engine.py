@@ -56,9 +56,9 @@ from vllm_looks import (
 )
 
 from nemo_rl.algorithms.rollout.sync_probe import suspect_layer
+from nemo_rl.commands.conformance import PROPERTIES, Case, check_property
 from nemo_rl.config import ClusterConfig, PolicyConfig
 from nemo_rl.models.dtensor.checkpoints.model_files import weights_by_name
-from nemo_rl.models.generation.conformance import PROPERTIES, Case, check_property
 from nemo_rl.models.generation.factory import engine_settings
 from nemo_rl.models.generation.interfaces import EngineSettings, GenerationResult, SamplingParams
 from nemo_rl.models.generation.responses.continued import joined, rest_of

@@ -6,11 +6,11 @@ import pytest
 import torch
 from policy_helpers import VOCAB, hf_logprobs, hf_logprobs_with_grad, policy_config, process_group, tiny_model
 
+from nemo_rl.agents.endpoint.call_tree import Call, CallTree
+from nemo_rl.agents.endpoint.recording import record
 from nemo_rl.algorithms.rollout.batches import build_training_batch
 from nemo_rl.config import ClippedPGLossConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.agents.call_tree import Call, CallTree
-from nemo_rl.experience.agents.recording import record
 from nemo_rl.experience.runners.stored import located, split
 from nemo_rl.experience.trajectory import Rollouts, Trajectory
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn

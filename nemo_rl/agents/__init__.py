@@ -1,0 +1,1 @@
+"""Agent programs: the endpoint that they call, the environments that start them, NeMo Gym and verifiers."""

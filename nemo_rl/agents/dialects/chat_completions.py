@@ -1,0 +1,150 @@
+"""OpenAI's Chat Completions, `/v1/chat/completions`.
+
+Fields that vLLM adds are read too: `top_k`, `chat_template_kwargs`, `return_token_ids`, `return_tokens_as_token_ids`
+and `continue_final_message`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from nemo_rl.agents.dialects.chat_messages import read_messages
+from nemo_rl.agents.dialects.contents import tool_call
+from nemo_rl.agents.dialects.fields import Fields
+from nemo_rl.agents.dialects.interface import Body, Event, SessionMemory
+from nemo_rl.agents.dialects.openai_form import (
+    error_body,
+    exact_tokens,
+    header,
+    last_events,
+    prompt_token_ids,
+    scored_tokens,
+    stream_header,
+    token_ids,
+    usage,
+)
+from nemo_rl.agents.dialects.sampling import sampling_fields
+from nemo_rl.agents.dialects.tools import nested_tools, tool_choice
+from nemo_rl.agents.endpoint.calls import CallAnswer, CallError, CallRequest
+from nemo_rl.data.interfaces import Message
+
+_ID_PREFIX = "chatcmpl-"
+
+
+class ChatCompletions:
+    """The dialect of OpenAI's Chat Completions. See `Dialect`."""
+
+    path = "/v1/chat/completions"
+
+    def read(self, body: Body, memory: SessionMemory) -> CallRequest:
+        """See `Dialect.read`."""
+        fields = Fields(body)
+        _refuse_functions(fields)
+        reads_texts = fields.flag("logprobs") and not fields.flag("return_tokens_as_token_ids")
+        options = fields.object("stream_options")
+        if options is not None:
+            options.flag("include_usage")
+        messages = read_messages(fields)
+        tools = nested_tools(fields)
+        return CallRequest(
+            messages=messages,
+            tools=tools,
+            **tool_choice(fields, tools),
+            continues_last=_continues_last(fields, messages),
+            reads_token_texts=reads_texts,
+            **sampling_fields(fields, ("max_completion_tokens", "max_tokens")),
+        )
+
+    def response(
+        self, body: Body, request: CallRequest, answers: Sequence[CallAnswer], memory: SessionMemory
+    ) -> Mapping[str, Any]:
+        """See `Dialect.response`."""
+        return {
+            **header(body, answers, "chat.completion", _ID_PREFIX),
+            "choices": [_choice(body, index, answer) for index, answer in enumerate(answers)],
+            "usage": usage(answers),
+            **prompt_token_ids(body, answers),
+        }
+
+    def events(
+        self, body: Body, request: CallRequest, answers: Sequence[CallAnswer], memory: SessionMemory
+    ) -> Iterator[Event]:
+        """See `Dialect.events`: the chunks of one answer follow each other."""
+        head = stream_header(body, answers, "chat.completion.chunk", _ID_PREFIX)
+        first = prompt_token_ids(body, answers)
+        for index, answer in enumerate(answers):
+            for choice in _chunk_choices(body, index, answer):
+                yield Event({**head, "choices": [choice], **first})
+                first = {}
+        yield from last_events(body, head, answers)
+
+    def error(self, error: CallError) -> Mapping[str, Any]:
+        """See `Dialect.error`."""
+        return error_body(error)
+
+
+def _refuse_functions(fields: Fields) -> None:
+    """Refuse the fields that tools have replaced."""
+    for name, instead in (("functions", "tools"), ("function_call", "tool_choice")):
+        if fields.values.get(name):
+            raise fields.unsupported(name, f"Use {instead}, which has replaced it.")
+
+
+def _continues_last(fields: Fields, messages: Sequence[Message]) -> bool:
+    continues = fields.flag("continue_final_message")
+    if fields.flag("add_generation_prompt", default=not continues) is continues:
+        raise fields.wrong("add_generation_prompt", f"{not continues} with this continue_final_message".lower())
+    if continues and (messages[-1]["role"] != "assistant" or "tool_calls" in messages[-1]):
+        raise fields.wrong("continue_final_message", "true only if the last message is an assistant's without calls")
+    return continues
+
+
+def _choice(body: Body, index: int, answer: CallAnswer) -> Mapping[str, Any]:
+    # OpenAI writes null, and no empty text, next to tool calls.
+    content = None if answer.tool_calls and not answer.content else answer.content
+    message: Message = {"role": "assistant", "content": content, "refusal": None, "reasoning_content": answer.reasoning}
+    if answer.tool_calls:
+        message["tool_calls"] = [tool_call(call.id, call.name, call.arguments) for call in answer.tool_calls]
+    message |= exact_tokens(body, answer)
+    return {
+        "index": index,
+        "message": message,
+        "logprobs": _logprobs(answer) if body.get("logprobs") else None,
+        "finish_reason": answer.finish_reason,
+        **token_ids(body, answer),
+    }
+
+
+def _chunk_choices(body: Body, index: int, answer: CallAnswer) -> Iterator[Mapping[str, Any]]:
+    """Return the choices of an answer's chunks; the second one has the log probabilities and tokens of all of them."""
+    deltas = [*_deltas(answer), {}]
+    for position, delta in enumerate(deltas):
+        is_last = position == len(deltas) - 1
+        yield {
+            "index": index,
+            "delta": delta,
+            "logprobs": _logprobs(answer) if position == 1 and body.get("logprobs") else None,
+            "finish_reason": answer.finish_reason if is_last else None,
+            **(token_ids(body, answer) if position == 1 else {}),
+        }
+
+
+def _deltas(answer: CallAnswer) -> Iterator[Mapping[str, Any]]:
+    starts_empty = not answer.tool_calls or bool(answer.content)
+    yield {"role": "assistant", "content": "" if starts_empty else None, "refusal": None}
+    if answer.reasoning is not None:
+        yield {"reasoning_content": answer.reasoning}
+    if answer.content:
+        yield {"content": answer.content}
+    for index, call in enumerate(answer.tool_calls):
+        yield {"tool_calls": [{"index": index, **tool_call(call.id, call.name, "")}]}
+        yield {"tool_calls": [{"index": index, "function": {"arguments": call.arguments}}]}
+
+
+def _logprobs(answer: CallAnswer) -> Mapping[str, Any]:
+    return {
+        "content": [
+            {"token": text, "bytes": list(text.encode()), "logprob": logprob, "top_logprobs": []}
+            for text, logprob in scored_tokens(answer)
+        ],
+        "refusal": None,
+    }

@@ -1,0 +1,112 @@
+"""OpenAI's Completions, `/v1/completions`: a text or tokens that the policy continues, without a chat template.
+
+Unlike OpenAI's, which stops after 16 tokens, an answer is as long as the run allows if `max_tokens` is left out.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from nemo_rl.agents.dialects.fields import Fields
+from nemo_rl.agents.dialects.interface import Body, Event, SessionMemory
+from nemo_rl.agents.dialects.openai_form import (
+    error_body,
+    header,
+    last_events,
+    prompt_token_ids,
+    scored_tokens,
+    stream_header,
+    token_ids,
+    usage,
+)
+from nemo_rl.agents.dialects.sampling import sampling_fields
+from nemo_rl.agents.endpoint.calls import CallAnswer, CallError, CallRequest
+
+_ID_PREFIX = "cmpl-"
+_PROMPTS = "one text, or one list of token ids; send several prompts in several requests"
+
+
+class Completions:
+    """The dialect of OpenAI's Completions. See `Dialect`."""
+
+    path = "/v1/completions"
+
+    def read(self, body: Body, memory: SessionMemory) -> CallRequest:
+        """See `Dialect.read`."""
+        fields = Fields(body)
+        reads_logprobs = fields.integer("logprobs", 0, 1) is not None
+        options = fields.object("stream_options")
+        if options is not None:
+            options.flag("include_usage")
+        sampling = sampling_fields(fields, ("max_tokens",))
+        return CallRequest(prompt=_prompt(fields), reads_token_texts=reads_logprobs, **sampling)
+
+    def response(
+        self, body: Body, request: CallRequest, answers: Sequence[CallAnswer], memory: SessionMemory
+    ) -> Mapping[str, Any]:
+        """See `Dialect.response`."""
+        prompt = prompt_token_ids(body, answers)
+        choices = [{**_choice(body, index, answer), **prompt} for index, answer in enumerate(answers)]
+        return {
+            **header(body, answers, "text_completion", _ID_PREFIX),
+            "choices": choices,
+            "usage": usage(answers),
+        }
+
+    def events(
+        self, body: Body, request: CallRequest, answers: Sequence[CallAnswer], memory: SessionMemory
+    ) -> Iterator[Event]:
+        """See `Dialect.events`: for each answer a chunk with its text, and one with the reason of its end."""
+        head = stream_header(body, answers, "text_completion", _ID_PREFIX)
+        prompt = prompt_token_ids(body, answers)
+        for index, answer in enumerate(answers):
+            choice = _choice(body, index, answer)
+            yield Event({**head, "choices": [{**choice, "finish_reason": None, **prompt}]})
+            end = {"index": index, "text": "", "logprobs": None, "finish_reason": choice["finish_reason"]}
+            yield Event({**head, "choices": [end]})
+        yield from last_events(body, head, answers)
+
+    def error(self, error: CallError) -> Mapping[str, Any]:
+        """See `Dialect.error`."""
+        return error_body(error)
+
+
+def _prompt(fields: Fields) -> str | Sequence[int]:
+    """Read a prompt; a list of one prompt is that prompt."""
+    prompt = fields.values.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        (prompt,) = prompt
+    if isinstance(prompt, str):
+        return Fields({"prompt": prompt}).required_text("prompt", may_be_empty=True)
+    if not isinstance(prompt, list) or not prompt or not all(map(_is_token, prompt)):
+        raise fields.wrong("prompt", _PROMPTS)
+    return prompt
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
+def _choice(body: Body, index: int, answer: CallAnswer) -> dict[str, Any]:
+    wants_logprobs = body.get("logprobs") is not None
+    return {
+        "index": index,
+        "text": answer.content,
+        "logprobs": _logprobs(answer, with_top=body["logprobs"] > 0) if wants_logprobs else None,
+        # The API knows no calls.
+        "finish_reason": "stop" if answer.finish_reason == "tool_calls" else answer.finish_reason,
+        **token_ids(body, answer),
+    }
+
+
+def _logprobs(answer: CallAnswer, with_top: bool) -> Mapping[str, Any]:
+    """Return the log probabilities; as the most likely token the sampled one is given, the only one that is known."""
+    scored = list(scored_tokens(answer))
+    texts = [text for text, _ in scored]
+    offsets = list(accumulate(map(len, texts), initial=0))[:-1]
+    return {
+        "tokens": texts,
+        "token_logprobs": [logprob for _, logprob in scored],
+        "text_offset": offsets,
+        "top_logprobs": [{text: logprob} for text, logprob in scored] if with_top else None,
+    }

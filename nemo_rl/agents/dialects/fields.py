@@ -1,0 +1,259 @@
+"""Read the fields of a request's JSON objects.
+
+Invariant: a value of a wrong type or out of range raises a `CallError` with status 400 that names the field. A field
+that is null counts as left out.
+"""
+
+import json
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Self
+
+from nemo_rl.agents.endpoint.calls import CallError
+
+MOST_ITEMS = 4_096
+"""Most items of a list of a request, such as its messages."""
+_SHOWN_CHARS = 80
+_SHOWN_DEPTH = 2
+_SHOWN_ITEMS = 4
+_TYPES = {str: "a text", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
+
+
+class Fields:
+    """One JSON object of a request.
+
+    Args:
+        path: place of the object in the request, for errors: `messages[2]`; empty for the request itself.
+
+    Raises:
+        CallError: `values` is no object.
+    """
+
+    def __init__(self, values: Any, path: str = "") -> None:
+        if not isinstance(values, Mapping):
+            raise _wrong(path or "body", values, "an object")
+        self.values: Mapping[str, Any] = values
+        self.path = path
+
+    def name_of(self, name: str) -> str:
+        """Return the place of a field in the request."""
+        return f"{self.path}.{name}" if self.path else name
+
+    def has(self, name: str) -> bool:
+        """Return whether a field is given and not null."""
+        return self.values.get(name) is not None
+
+    def wrong(self, name: str, allowed: str) -> CallError:
+        """Return an error that a field is not one of the allowed values."""
+        return _wrong(self.name_of(name), self.values.get(name), allowed)
+
+    def text(self, name: str, default: str | None = None) -> str | None:
+        """Return a text.
+
+        Raises:
+            CallError: the field is something else.
+        """
+        value = self.values.get(name)
+        return default if value is None else _text(value, self.name_of(name))
+
+    def required_text(self, name: str, *, may_be_empty: bool = False) -> str:
+        """Return a text that has to be given.
+
+        Raises:
+            CallError: the field is missing, no text, or empty.
+        """
+        text = self.text(name)
+        if text is None or not (text or may_be_empty):
+            raise self.wrong(name, "a text" if may_be_empty else "a text of at least one character")
+        return text
+
+    def one_of(self, name: str, allowed: Collection[str]) -> str:
+        """Return a text that is one of the allowed ones.
+
+        Raises:
+            CallError: the field is missing or not one of them.
+        """
+        value = self.values.get(name)
+        if not isinstance(value, str) or value not in allowed:
+            raise self.wrong(name, " or ".join(f'"{each}"' for each in allowed))
+        return value
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """Return a boolean.
+
+        Raises:
+            CallError: the field is something else.
+        """
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise self.wrong(name, "true or false")
+        return default if value is None else value
+
+    def integer(self, name: str, low: int, high: int) -> int | None:
+        """Return an integer from `low` to `high`, both included; None if the field is left out.
+
+        Raises:
+            CallError: the field is something else.
+        """
+        value = self.values.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.wrong(name, f"an integer from {low} to {high}")
+        return value
+
+    def number(self, name: str, low: float, high: float) -> float | None:
+        """Return a number from `low` to `high`, both included; None if the field is left out.
+
+        Raises:
+            CallError: the field is something else.
+        """
+        value = self.values.get(name)
+        if value is None:
+            return None
+        # Compared before the conversion: an integer of JSON may be too large for a float.
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise self.wrong(name, f"a number from {low:g} to {high:g}")
+        return float(value)
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """Return one or more texts that are not empty: of a text, of a list of texts, or none if it is left out.
+
+        Raises:
+            CallError: the field is something else, or has an empty text.
+        """
+        value = self.values.get(name)
+        if value is None:
+            return ()
+        each_of = [value] if isinstance(value, str) else value
+        if isinstance(each_of, list):
+            self._check_length(name, each_of)
+        if not isinstance(each_of, list) or not all(isinstance(each, str) and each for each in each_of):
+            raise self.wrong(name, "a text, or a list of texts, of at least one character each")
+        return tuple(_text(each, self.name_of(name)) for each in each_of)
+
+    def items(self, name: str) -> Sequence[Any]:
+        """Return a list of any values; an empty one if it is left out.
+
+        Raises:
+            CallError: the field is something else.
+        """
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, list):
+            raise self.wrong(name, "a list")
+        self._check_length(name, value or ())
+        return value or ()
+
+    def _check_length(self, name: str, items: Sequence[Any]) -> None:
+        if len(items) > MOST_ITEMS:
+            place = self.name_of(name)
+            message = f"{place} has {len(items)} items; allowed are {MOST_ITEMS}."
+            raise CallError(400, message, "invalid_value", place)
+
+    def objects(self, name: str) -> Iterator[Self]:
+        """Return the objects of a list.
+
+        Raises:
+            CallError: the field is no list of objects.
+        """
+        for index, each in enumerate(self.items(name)):
+            yield type(self)(each, f"{self.name_of(name)}[{index}]")
+
+    def object(self, name: str) -> Self | None:
+        """Return an object; None if it is left out.
+
+        Raises:
+            CallError: the field is something else.
+        """
+        value = self.values.get(name)
+        return None if value is None else type(self)(value, self.name_of(name))
+
+    def json_object(self, name: str) -> dict[str, Any] | None:
+        """Return an object whose content is passed on, for example a schema; None if it is left out.
+
+        Raises:
+            CallError: the field is something else, or has a number or a text in it that JSON cannot hold.
+        """
+        value = self.values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            raise self.wrong(name, "an object")
+        if not is_json(value):
+            raise self.wrong(name, "an object without NaN, Infinity and unpaired surrogates")
+        return dict(value)
+
+    def refuse(self, unsupported: Mapping[str, Sequence[Any]]) -> None:
+        """Refuse fields that would change the answer and are not supported.
+
+        Args:
+            unsupported: name of each field, and values that have no effect.
+
+        Raises:
+            CallError: a field has another value.
+        """
+        for name, without_effect in unsupported.items():
+            if self.has(name) and self.values[name] not in without_effect:
+                allowed = " or ".join(json.dumps(each) for each in without_effect)
+                advice = "Leave it out" + (f", or set it to {allowed}." if allowed else ".")
+                raise self.unsupported(name, advice)
+
+    def unsupported(self, name: str, advice: str) -> CallError:
+        """Return an error that the endpoint does not do what a field asks for.
+
+        Args:
+            name: the field.
+            advice: what to do instead.
+        """
+        place = self.name_of(name)
+        message = f"{place}={_shown(self.values.get(name))} is not supported by this endpoint. {advice}"
+        return CallError(400, message, "unsupported_parameter", place)
+
+
+def is_json(value: Any) -> bool:
+    """Return whether a value can be written as JSON in UTF-8, which excludes NaN and unpaired surrogates."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, TypeError, RecursionError):
+        return False
+    return True
+
+
+def _text(value: Any, place: str) -> str:
+    if not isinstance(value, str):
+        raise _wrong(place, value, "a text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        # JSON can write one as an escape; no tokenizer reads it.
+        raise _wrong(place, value, "a text without unpaired surrogates") from None
+    return value
+
+
+def _wrong(place: str, value: Any, allowed: str) -> CallError:
+    given = "null or missing" if value is None else f"{_shown(value)} ({_TYPES.get(type(value), 'a value')})"
+    return CallError(400, f"{place} is {given}; allowed is {allowed}.", "invalid_value", place)
+
+
+def _shown(value: Any) -> str:
+    """Return the beginning of a value, in JSON and ASCII."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    try:
+        text = json.dumps(_beginning(value))
+    except (ValueError, TypeError, RecursionError):
+        text = ascii(type(value).__name__)
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+
+
+def _beginning(value: Any, depth: int = _SHOWN_DEPTH) -> Any:
+    """Return enough of a value to show its beginning."""
+    if isinstance(value, str):
+        return value[: _SHOWN_CHARS + 1]
+    if isinstance(value, list):
+        return [_beginning(each, depth - 1) for each in value[:_SHOWN_ITEMS]] if depth else []
+    if isinstance(value, Mapping):
+        pairs = islice(value.items(), _SHOWN_ITEMS) if depth else ()
+        return {str(name)[:_SHOWN_CHARS]: _beginning(each, depth - 1) for name, each in pairs}
+    return value

@@ -1,0 +1,187 @@
+"""OpenAI's Responses API, `/v1/responses`.
+
+The conversation of each response is kept in the session's memory under the response's id, without its instructions,
+unless the request says `"store": false`. A request with this id as `previous_response_id` continues it.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from nemo_rl.agents.dialects.fields import Fields
+from nemo_rl.agents.dialects.interface import Body, Event, SessionMemory
+from nemo_rl.agents.dialects.openai_form import error_body, exact_tokens, prompt_token_ids, token_ids
+from nemo_rl.agents.dialects.response_items import Item, empty_item, items_of, read_items
+from nemo_rl.agents.dialects.sampling import sampling_fields
+from nemo_rl.agents.dialects.tools import flat_tools, tool_choice
+from nemo_rl.agents.endpoint.calls import CallAnswer, CallError, CallRequest
+from nemo_rl.data.interfaces import Message
+
+_STORED = "responses"
+_UNSUPPORTED: Mapping[str, Sequence[Any]] = {
+    "background": (False,),
+    "context_management": ([],),
+    "conversation": (),
+    "n": (1,),
+    "prompt": (),
+    "truncation": ("disabled",),
+}
+_LOGPROBS = "message.output_text.logprobs"
+
+
+class Responses:
+    """The dialect of OpenAI's Responses API. See `Dialect`."""
+
+    path = "/v1/responses"
+
+    def read(self, body: Body, memory: SessionMemory) -> CallRequest:
+        """See `Dialect.read`.
+
+        Raises:
+            CallError: also if `previous_response_id` is no response of the session (404).
+        """
+        fields = Fields(body)
+        _refuse_unsupported(fields)
+        fields.flag("store")
+        messages = [*_instructions(fields), *_earlier(fields, memory), *read_items(fields)]
+        if not messages:
+            raise fields.wrong("input", "a text or a list of at least one item")
+        tools = flat_tools(fields)
+        return CallRequest(
+            messages=messages,
+            tools=tools,
+            **tool_choice(fields, tools),
+            **sampling_fields(fields, ("max_output_tokens",), own_forms=((fields.object("text"), "format"),)),
+        )
+
+    def response(
+        self, body: Body, request: CallRequest, answers: Sequence[CallAnswer], memory: SessionMemory
+    ) -> Mapping[str, Any]:
+        """See `Dialect.response`."""
+        (answer,) = answers
+        response = _response(body, request, answer)
+        if body.get("store") is not False:
+            own = request.messages[1:] if body.get("instructions") else request.messages
+            memory.setdefault(_STORED, {})[response["id"]] = (*own, answer.message)
+        return response
+
+    def events(
+        self, body: Body, request: CallRequest, answers: Sequence[CallAnswer], memory: SessionMemory
+    ) -> Iterator[Event]:
+        """See `Dialect.events`."""
+        yield from _stream_events(dict(self.response(body, request, answers, memory)))
+
+    def error(self, error: CallError) -> Mapping[str, Any]:
+        """See `Dialect.error`."""
+        return error_body(error)
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    fields.refuse(_UNSUPPORTED)
+    if _LOGPROBS in fields.items("include"):
+        raise fields.unsupported("include", "Use /v1/chat/completions with logprobs.")
+
+
+def _instructions(fields: Fields) -> list[Message]:
+    text = fields.text("instructions")
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _earlier(fields: Fields, memory: SessionMemory) -> Sequence[Message]:
+    """Return the conversation that `previous_response_id` names."""
+    name = "previous_response_id"
+    response_id = fields.text(name)
+    if response_id is None:
+        return ()
+    stored = memory.get(_STORED, {}).get(response_id)
+    if stored is None:
+        message = (
+            f"{name}={response_id!r} is no response of this session that was stored. Give the id of one of its "
+            'responses to a request without "store": false, or the whole conversation in input.'
+        )
+        raise CallError(404, message, "previous_response_not_found", name)
+    return stored
+
+
+def _response(body: Body, request: CallRequest, answer: CallAnswer) -> dict[str, Any]:
+    """Return the response with its own fields, and those of the request that the API repeats."""
+    is_cut = answer.finish_reason == "length"
+    return {
+        "id": f"resp_{answer.id}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "incomplete" if is_cut else "completed",
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "instructions": body.get("instructions"),
+        "max_output_tokens": request.max_tokens,
+        "metadata": body.get("metadata") or {},
+        "model": body.get("model") or "",
+        "output": _output(body, answer),
+        "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
+        "previous_response_id": body.get("previous_response_id"),
+        "temperature": request.temperature,
+        "text": {"format": (body.get("text") or {}).get("format") or {"type": "text"}},
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": [
+            {"type": "function", "strict": False, "parameters": None, **each["function"]} for each in request.tools
+        ],
+        "top_p": request.top_p,
+        "truncation": "disabled",
+        "usage": _usage(answer),
+        **prompt_token_ids(body, [answer]),
+        **token_ids(body, answer),
+    }
+
+
+def _output(body: Body, answer: CallAnswer) -> list[dict[str, Any]]:
+    """Return the items of an answer; the last one has the tokens of the call if the request asks for them."""
+    *items, last = items_of(answer)
+    return [*items, {**last, **exact_tokens(body, answer)}]
+
+
+def _usage(answer: CallAnswer) -> Mapping[str, Any]:
+    prompt, sampled = answer.num_prompt_tokens, answer.num_tokens
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": answer.num_cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": sampled,
+        # Tokens of the reasoning are not counted apart.
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": prompt + sampled,
+    }
+
+
+def _stream_events(response: Item) -> Iterator[Event]:
+    """Return the events of a complete response, each with its `sequence_number`."""
+    for number, data in enumerate(_response_events(response)):
+        yield Event({**data, "sequence_number": number}, data["type"])
+
+
+def _response_events(response: Item) -> Iterator[Item]:
+    unfinished: Item = {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    yield {"type": "response.created", "response": {**response, **unfinished}}
+    yield {"type": "response.in_progress", "response": {**response, **unfinished}}
+    for index, item in enumerate(response["output"]):
+        yield {"type": "response.output_item.added", "output_index": index, "item": empty_item(item)}
+        yield from _content_events(item, {"item_id": item["id"], "output_index": index})
+        yield {"type": "response.output_item.done", "output_index": index, "item": item}
+    yield {"type": f"response.{response['status']}", "response": response}
+
+
+def _content_events(item: Item, place: Item) -> Iterator[Item]:
+    """Return the events for the arguments of a call, or for each part of a content."""
+    if item["type"] == "function_call":
+        kind = "response.function_call_arguments"
+        yield {"type": f"{kind}.delta", **place, "delta": item["arguments"]}
+        yield {"type": f"{kind}.done", **place, "arguments": item["arguments"], "name": item["name"]}
+        return
+    for index, part in enumerate(item["content"]):
+        at = {**place, "content_index": index}
+        # Only events of an answer's text have this field.
+        scores: Item = {"logprobs": []} if part["type"] == "output_text" else {}
+        yield {"type": "response.content_part.added", **at, "part": {**part, "text": ""}}
+        if part["text"]:
+            yield {"type": f"response.{part['type']}.delta", **at, "delta": part["text"], **scores}
+        yield {"type": f"response.{part['type']}.done", **at, "text": part["text"], **scores}
+        yield {"type": "response.content_part.done", **at, "part": part}

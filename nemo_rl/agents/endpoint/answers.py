@@ -1,0 +1,161 @@
+"""Read an answer's tokens: its reasoning, its tool calls and its text.
+
+Invariant: parsers see the text with its special tokens, programs see it without.
+"""
+
+import asyncio
+import hashlib
+import json
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_rl.agents.endpoint.calls import AnsweredToolCall, CallRequest
+from nemo_rl.agents.endpoint.forced_calls import read_calls
+from nemo_rl.data.interfaces import TokenizerType
+from nemo_rl.kits.tools.parsing.template import choose_parser, response_text
+from nemo_rl.kits.tools.parsing.vllm import CallParser, ReasoningReader, load_parsers
+from nemo_rl.models.generation.texts import sampled_text
+
+ID_LENGTH = 9
+"""Length of ids, which some chat templates demand of tool calls."""
+_DIGITS = string.digits + string.ascii_lowercase
+_MOST_PARSERS = 64
+"""Parsers that are kept, since each sample may offer other tools."""
+
+
+@dataclass(frozen=True)
+class ReadAnswer:
+    """The parts of an answer; attributes as in `CallAnswer`."""
+
+    content: str
+    reasoning: str | None = None
+    tool_calls: Sequence[AnsweredToolCall] = ()
+    stop_string: str | None = None
+
+
+@dataclass
+class AnswerReader:
+    """Reads answers of one environment's programs.
+
+    Args:
+        tokenizer: decodes.
+        tool_parser: name of vLLM's parser; None: the first one that reads what the chat template writes.
+        reasoning_parser: name of vLLM's parser; None: reasoning stays in the content.
+        plugins: Python files that register parsers with vLLM.
+
+    Raises:
+        ConfigError: there is no such parser, or it does not read what the chat template writes.
+    """
+
+    tokenizer: TokenizerType
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
+    plugins: Sequence[str] = ()
+    _parsers: dict[str, CallParser] = field(default_factory=dict, init=False)
+    """By the tools, as JSON."""
+    _name: str | None = field(default=None, init=False)
+    _choosing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _reasoning: ReasoningReader | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        for file in self.plugins:
+            load_parsers(file)
+        if self.reasoning_parser is not None:
+            self._reasoning = ReasoningReader(self.reasoning_parser, self.tokenizer)
+
+    async def prepare(self, request: CallRequest) -> None:
+        """Choose the parser of a request with tools, once, without blocking the event loop.
+
+        Raises:
+            ConfigError: no parser reads what the chat template writes.
+        """
+        if self._name is None and _parses_tools(request):
+            async with self._choosing:
+                if self._name is None:
+                    self._name = await asyncio.to_thread(self._choose)
+
+    def read(self, token_ids: list[int], request: CallRequest, seed: int) -> ReadAnswer:
+        """Read the tokens of an answer.
+
+        Args:
+            token_ids: the tokens.
+            request: the request that they answer.
+            seed: of the answer; the ids of its tool calls derive from it.
+        """
+        parses_tools = _parses_tools(request)
+        if not parses_tools and request.forced_tool is None and self._reasoning is None:
+            text, stop = before_stop(sampled_text(self.tokenizer, token_ids), request.stop)
+            return ReadAnswer(text, stop_string=stop)
+        text, stop = before_stop(response_text(token_ids, self.tokenizer), request.stop)
+        reasoning, text = self._split(text, request)
+        if request.forced_tool is not None:
+            content = self._shown(text)
+            calls = read_calls(content, request)
+            content = content if calls is None else ""
+        elif parses_tools:
+            # The reader of reasoning has already taken the thinking out of the text.
+            variables = request.template_kwargs if self._reasoning is None else None
+            content, calls = self._parser(request.tools).content_and_calls(text, variables)
+            content = self._shown(content)
+        else:
+            content, calls = self._shown(text), None
+        answered = [
+            AnsweredToolCall(short_id("tool", seed, number), name, arguments)
+            for number, (name, arguments) in enumerate(calls or ())
+        ]
+        return ReadAnswer(content, reasoning, answered, stop)
+
+    def _split(self, text: str, request: CallRequest) -> tuple[str | None, str]:
+        """Return the reasoning of an answer, None without any, and the rest of it."""
+        if self._reasoning is None:
+            return None, text
+        reasoning, rest = self._reasoning.split(text, request.template_kwargs)
+        has_form = request.grammar is not None or request.forced_tool is not None
+        # The form may leave no room for reasoning, and parsers take an answer without its end for reasoning.
+        return (None, text) if has_form and not rest else (reasoning, rest)
+
+    def _parser(self, tools: Sequence[Any]) -> CallParser:
+        """Return the parser for some tools."""
+        key = json.dumps(list(tools), sort_keys=True, default=repr)
+        if key not in self._parsers:
+            assert self._name is not None, "prepare has chosen it"
+            if len(self._parsers) >= _MOST_PARSERS:
+                self._parsers.pop(next(iter(self._parsers)))
+            self._parsers[key] = CallParser(self._name, self.tokenizer, [dict(tool) for tool in tools])
+        return self._parsers[key]
+
+    def _choose(self) -> str:
+        """Return the name of a parser that is checked against the chat template."""
+        return choose_parser(self.tool_parser, self.tokenizer, [])[0].name
+
+    def _shown(self, text: str) -> str:
+        """Return a text without special tokens."""
+        for token in self.tokenizer.all_special_tokens:
+            text = text.replace(token, "")
+        return text
+
+
+def _parses_tools(request: CallRequest) -> bool:
+    """Return whether a parser looks for calls in the answer to a request."""
+    return bool(request.tools) and request.reads_tool_calls and request.forced_tool is None
+
+
+def before_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
+    """Return the text before the first stop string, and that string; None if there is none."""
+    found = [(place, stop) for stop in stops if (place := text.find(stop)) >= 0]
+    if not found:
+        return text, None
+    place, stop = min(found)
+    return text[:place], stop
+
+
+def short_id(*parts: str | int) -> str:
+    """Derive an id of `ID_LENGTH` letters and digits."""
+    number = int.from_bytes(hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).digest(), "big")
+    digits = []
+    for _ in range(ID_LENGTH):
+        number, digit = divmod(number, len(_DIGITS))
+        digits.append(_DIGITS[digit])
+    return "".join(digits)

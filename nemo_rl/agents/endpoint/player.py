@@ -1,0 +1,188 @@
+"""Play a sample of an agent environment: its program runs, and calls the endpoint.
+
+    play ─► session, key ─► environment.step (runs the program to its end) ─► reward
+                 ▲                    │ HTTP
+                 └──── endpoint ◄─────┘                session's tree ─► conversations of the sample
+
+Invariant: what a program sampled is recorded however it ends, and its key is worth nothing afterwards.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from nemo_rl.agents.endpoint.answers import AnswerReader
+from nemo_rl.agents.endpoint.recording import Credit, record, spread_reward
+from nemo_rl.agents.endpoint.server import MODEL, AgentEndpoint
+from nemo_rl.agents.endpoint.session import COUNTS, AgentSession, CallParts, CallSeed, SessionSettings, call_id_of
+from nemo_rl.agents.programs.interfaces import AGENT, CALL_REWARDS
+from nemo_rl.config.schema.agents import AgentEndpointConfig, AgentKeys
+from nemo_rl.data.interfaces import Message, TokenizerType
+from nemo_rl.data.messages.content import TextRules
+from nemo_rl.environments.interfaces import StepResult
+from nemo_rl.experience.limits import RolloutLimits
+from nemo_rl.experience.trajectory import Ending, Outcome, Trajectory
+from nemo_rl.models.generation.interfaces import GenerationInterface, SamplingParams
+
+
+@dataclass(frozen=True)
+class Played:
+    """The end of a program."""
+
+    step: StepResult
+    """The result of its environment."""
+    spread_reward: Callable[[], None]
+    """Divides the reward over the response turns, once the sample has it."""
+
+
+@dataclass(frozen=True)
+class _AgentSettings:
+    """Settings from an environment's section."""
+
+    session: SessionSettings
+    credit: Credit
+    invalid_patterns: Sequence[str]
+
+
+@dataclass
+class AgentPlayer:
+    """Plays samples of agent environments; any number of them concurrently, on one event loop."""
+
+    generation: GenerationInterface
+    tokenizer: TokenizerType
+    """Tokenizer of the policy."""
+    limits: RolloutLimits
+    """Bounds of a sample."""
+    text_rules: TextRules
+    """As `RolloutRunner`."""
+    config: AgentEndpointConfig
+    """The endpoint's section."""
+    _endpoint: AgentEndpoint | None = field(default=None, init=False)
+    _settings: dict[str, _AgentSettings] = field(default_factory=dict, init=False)
+    """By environment."""
+
+    async def play(
+        self,
+        sample: Trajectory,
+        section: Mapping[str, Any],
+        step_of: Callable[[list[Message], Any], Awaitable[StepResult]],
+        sampling: SamplingParams,
+        seed_of: CallSeed,
+        *,
+        trains: bool = True,
+    ) -> Played:
+        """Run the program of a sample to its end, and write what it sampled into the sample.
+
+        Args:
+            sample: has only its prompt.
+            section: of its environment.
+            step_of: the method `step` of its environment.
+            sampling: of the run.
+            seed_of: makes the seeds of answers.
+            trains: see `CallParts.trains`.
+
+        Raises:
+            Exception: an engine cannot answer any more, or the environment cannot be kept running.
+        """
+        endpoint = await self._started()
+        settings = await self._settings_of(sample.task_name, section)
+        parts = CallParts(self.generation, self.tokenizer, self.text_rules, self.limits, sampling, trains)
+        session = AgentSession(parts, settings.session, seed_of)
+        key = endpoint.open(session)
+        started = asyncio.get_running_loop().time()
+        try:
+            step = await _unless_failed(
+                step_of(sample.conversation, _metadata(sample, endpoint, key, seed_of("program"))), session
+            )
+        finally:
+            endpoint.close(key)
+            await session.close()
+        sample.generation_s += session.generation_s
+        sample.environment_s += max(asyncio.get_running_loop().time() - started - session.generation_s, 0.0)
+        calls = record(sample, session.tree, settings.credit)
+        _note(sample, session)
+        step, rewards = _without_key(step)
+        unknown = sorted(rewards.keys() - {call.id for call in calls})
+        if unknown:
+            reason = f"the program rewards calls that it has not made: {', '.join(unknown)}"
+            step = StepResult.failed(reason, step.metadata)
+        if session.unanswered is not None:  # whatever the program made of it, the model has not failed
+            step = StepResult.failed(session.unanswered, step.metadata)
+        return Played(step, partial(spread_reward, sample, calls, rewards, settings.invalid_patterns))
+
+    async def _started(self) -> AgentEndpoint:
+        """Return the endpoint, which the first sample starts."""
+        if self._endpoint is None:
+            self._endpoint = AgentEndpoint(self.config)
+        await self._endpoint.start()
+        return self._endpoint
+
+    async def _settings_of(self, name: str, section: Mapping[str, Any]) -> _AgentSettings:
+        if name not in self._settings:
+            keys = AgentKeys.build(**{each: section[each] for each in AgentKeys.model_fields if each in section})
+            # Another server parses the answers of its model, and renders histories as it wants.
+            is_own = not self.generation.reads_chats
+            names = (keys.tool_parser, keys.reasoning_parser) if is_own else (None, None)
+            plugins = [file for file in (keys.tool_parser_plugin, keys.reasoning_parser_plugin) if file is not None]
+            session = SessionSettings(
+                await asyncio.to_thread(AnswerReader, self.tokenizer, *names, plugins if is_own else []),
+                max_calls=keys.max_calls,
+                max_concurrent_calls=self.config.max_concurrent_calls,
+                sampling=keys.sampling,
+                history=keys.history if is_own else "keep",
+                template_kwargs=keys.chat_template_kwargs or {},
+            )
+            self._settings[name] = _AgentSettings(session, keys.credit, keys.invalid_tool_call_patterns)
+        return self._settings[name]
+
+
+def _metadata(sample: Trajectory, endpoint: AgentEndpoint, key: str, seed: int) -> dict[str, Any]:
+    """Return the metadata of a sample with what its program needs."""
+    chat = sample.chat
+    task = {
+        "base_url": f"{endpoint.address}/v1",
+        "api_key": key,
+        "start_secret": endpoint.secret_of(key),
+        "model": MODEL,
+        "messages": sample.conversation if chat is None else list(chat["messages"]),
+        "tools": None if chat is None else chat["tools"],
+        "seed": seed,
+    }
+    return {**(sample.extra_env_info or {}), AGENT: task}
+
+
+def _without_key(step: StepResult) -> tuple[StepResult, Mapping[str, float]]:
+    """Return the result of a step without the sample's key, and the rewards of single calls.
+
+    An environment that is too slow or dies gives back the metadata that it got.
+    """
+    if not isinstance(step.metadata, dict):
+        return step, {}
+    metadata = {name: value for name, value in step.metadata.items() if name not in (AGENT, CALL_REWARDS)}
+    rewards = step.metadata.get(CALL_REWARDS) or {}
+    return replace(step, metadata=metadata), {call_id_of(name): value for name, value in rewards.items()}
+
+
+async def _unless_failed(step: Awaitable[StepResult], session: AgentSession) -> StepResult:
+    """Wait for the end of a program, or raise the failure of its session."""
+    running = asyncio.ensure_future(step)
+    ends: set[asyncio.Future[Any]] = {running, session.failure}
+    try:
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if session.failure.done():
+            session.failure.result()
+        return await running
+    finally:
+        running.cancel()
+
+
+def _note(sample: Trajectory, session: AgentSession) -> None:
+    """Write what happened in a session into its sample."""
+    sample.num_prefix_hits = session.counts["prefix_hits"]
+    sample.agent_counts = {name: float(session.counts[name]) for name in COUNTS}
+    bound = session.bound
+    if bound is not None:
+        sample.ended_by = bound
+        sample.outcome = sample.outcome if bound is Ending.MAX_TURNS else Outcome.TRUNCATED

@@ -1,0 +1,155 @@
+"""The tokens of a request: those of the call that it continues, and those of its new messages."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from nemo_rl.agents.endpoint.call_tree import Call, CallTree
+from nemo_rl.agents.endpoint.calls import CallRequest
+from nemo_rl.data.interfaces import Chat, Message, TokenizerType
+from nemo_rl.data.messages.content import TextRules
+from nemo_rl.data.messages.encoding import encode_continuation, encode_text
+from nemo_rl.data.messages.observations import ObservationRenderer
+from nemo_rl.data.messages.rendering import render_chat
+from nemo_rl.data.processors import prompt_entry
+from nemo_rl.utils.errors import DataError
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The tokens before an answer."""
+
+    parent: Call | None
+    """The call whose tokens come first; None without one."""
+    added: Message
+    """Message with the `token_ids` after them."""
+    num_beginning: int = 0
+    """Tokens at its end with which the program wrote the start of the answer."""
+
+    @cached_property
+    def token_ids(self) -> list[int]:
+        """All tokens."""
+        known = [] if self.parent is None else self.parent.token_ids
+        return known + list(self.added["token_ids"].tolist())
+
+
+@dataclass
+class PromptRenderer:
+    """Renders the requests of one sample."""
+
+    tokenizer: TokenizerType
+    """Renders and encodes."""
+    text_rules: TextRules
+    """As `RolloutRunner`."""
+    longest: int
+    """Most tokens that a prompt can have; of a longer one only a part is encoded, which is too long too."""
+    history: Literal["keep", "template"]
+    """See `SessionSettings.history`."""
+    counts: Counter[str]
+    """`unlike_template` counts requests whose kept tokens differ from what the chat template makes of the whole
+    history, and `new_trees` those for which a new tree was started."""
+    _renderers: dict[str, ObservationRenderer] = field(default_factory=dict)
+    """By the variables of the chat template, as JSON."""
+
+    def prompt(self, request: CallRequest, tree: CallTree) -> Prompt:
+        """Return the tokens of a request.
+
+        Raises:
+            DataError: the messages cannot be rendered, or token ids are unknown.
+        """
+        if request.prompt is not None:
+            return self._plain(request.prompt, tree)
+        if not request.continues_last:
+            return self._chat(request, tree)
+        cut = tree.find_cut(request)
+        if cut is not None:
+            return Prompt(cut, {"role": "assistant", "content": "", "token_ids": torch.empty(0, dtype=torch.int64)})
+        *messages, beginning = request.messages
+        prompt = self._chat(replace(request, messages=messages), tree)
+        ids = encode_continuation(str(beginning.get("content") or ""), self.tokenizer, self.longest)
+        added = {**prompt.added, "token_ids": torch.cat([prompt.added["token_ids"], ids])}
+        return Prompt(prompt.parent, added, ids.numel())
+
+    def text(self, token_ids: list[int]) -> str:
+        """Decode tokens, with special ones."""
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def _plain(self, prompt: str | Sequence[int], tree: CallTree) -> Prompt:
+        """Return the tokens of a plain completion; errors as `prompt`."""
+        if not isinstance(prompt, str):
+            prompt = prompt[: self.longest + 1]  # it is too long too
+        known = tree.find_plain(prompt)
+        parent, text = (None, "") if known is None else known
+        if isinstance(prompt, str):
+            rest = prompt.removeprefix(text)
+            encode = encode_text if parent is None else encode_continuation
+            ids = encode(rest, self.tokenizer, self.longest)
+            return Prompt(parent, {"role": "user", "content": rest, "token_ids": ids})
+        unknown = [token for token in prompt if not 0 <= token < len(self.tokenizer)]
+        if unknown:
+            raise DataError(f"the token ids {unknown[:5]} are not among the {len(self.tokenizer)} of the tokenizer")
+        own = list(prompt[0 if parent is None else len(parent.token_ids) :])
+        added = {"role": "user", "content": self.text(own), "token_ids": torch.tensor(own, dtype=torch.int64)}
+        return Prompt(parent, added)
+
+    def _chat(self, request: CallRequest, tree: CallTree) -> Prompt:
+        history = tree.find(request)
+        parent, new = history.parent, _for_template(request.messages[history.num_known :])
+        if parent is None or not new:
+            return Prompt(None, self._first(request))
+        last = {"role": new[-1]["role"], "content": "\n".join(str(message["content"]) for message in new)}
+        observation = {**last, "messages": new}
+        ids = self._renderer(request).token_ids(observation, parent.log, parent.prompt_length, self.longest)
+        prompt = Prompt(parent, {**last, "token_ids": ids})
+        if len(prompt.token_ids) >= self.longest or self._is_like_template(prompt, request):
+            return prompt
+        self.counts["unlike_template"] += 1
+        if self.history == "keep":
+            return prompt
+        self.counts["new_trees"] += 1
+        return Prompt(None, self._first(request))
+
+    def _is_like_template(self, prompt: Prompt, request: CallRequest) -> bool:
+        """Return whether the chat template makes the text of the kept tokens from the whole history."""
+        try:
+            rendered = render_chat(
+                _for_template(request.messages),
+                self.tokenizer,
+                add_generation_prompt=True,
+                tools=_tools(request),
+                template_kwargs=request.template_kwargs,
+            )
+        except DataError:
+            return False  # it refuses a history that can be continued
+        kept = self.text(prompt.token_ids)
+        # Tokenizers may change texts, so what differs is compared as tokens make it.
+        return kept == rendered or kept == self.text(encode_text(rendered, self.tokenizer).tolist())
+
+    def _first(self, request: CallRequest) -> Message:
+        """Render a conversation that continues no call."""
+        chat: Chat = {
+            "messages": _for_template(request.messages),
+            "tools": _tools(request),
+            "template_kwargs": request.template_kwargs,
+        }
+        return prompt_entry(chat, self.tokenizer, self.longest, self.text_rules)
+
+    def _renderer(self, request: CallRequest) -> ObservationRenderer:
+        key = json.dumps(dict(request.template_kwargs), sort_keys=True, default=repr)
+        if key not in self._renderers:
+            self._renderers[key] = ObservationRenderer(self.tokenizer, self.text_rules, request.template_kwargs)
+        return self._renderers[key]
+
+
+def _for_template(messages: Sequence[Message]) -> list[Message]:
+    """Return messages that all have a content, which chat templates expect."""
+    return [{**message, "content": message.get("content") or ""} for message in messages]
+
+
+def _tools(request: CallRequest) -> list[dict[str, object]] | None:
+    return [dict(tool) for tool in request.tools] or None

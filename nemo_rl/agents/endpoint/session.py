@@ -1,0 +1,403 @@
+"""The calls of the program of one sample: rendered, sampled, and kept in a tree.
+
+    answers(request) ─► history in the tree ─► tokens: the parent's, then those of the new messages ─► engines
+                                                                                   answer ─► tree, program
+
+Invariants: what the program gets and what the tree records come from the same tokens; a request that a client sends
+again is answered with the same answers, and sampled once.
+"""
+
+import asyncio
+import hashlib
+import json
+from array import array
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from nemo_rl.agents.endpoint.answers import ID_LENGTH, AnswerReader, ReadAnswer, short_id
+from nemo_rl.agents.endpoint.budget import Budget, Grant
+from nemo_rl.agents.endpoint.call_tree import Call, CallTree
+from nemo_rl.agents.endpoint.calls import CallAnswer, CallEnd, CallError, CallRequest
+from nemo_rl.agents.endpoint.exchanges import Answering, Exchange, Exchanges
+from nemo_rl.agents.endpoint.forms import with_form
+from nemo_rl.agents.endpoint.forwarding import forwarded, read_forwarded, refusal
+from nemo_rl.agents.endpoint.prompts import Prompt, PromptRenderer
+from nemo_rl.data.interfaces import Message, TokenizerType
+from nemo_rl.data.messages.content import TextRules
+from nemo_rl.data.routed_experts import note_experts
+from nemo_rl.experience.limits import RolloutLimits
+from nemo_rl.experience.trajectory import Ending
+from nemo_rl.models.generation.interfaces import (
+    GenerationInterface,
+    GenerationRequest,
+    GenerationResult,
+    SamplingParams,
+    VersionSpan,
+)
+from nemo_rl.models.generation.remote.chats import ChatInput
+from nemo_rl.utils.errors import ConfigError, DataError, GenerationError, NoAnswerError
+
+COUNTS = (
+    "calls",
+    "retries",
+    "undelivered",
+    "refused",
+    "unlike_template",
+    "new_trees",
+    "constrained_tokens",
+    "scored_later_tokens",
+)
+"""Numbers of a session for metrics: answers that were asked for, repeated requests, answers whose client had gone away,
+refused requests, histories that the chat template renders in another way, trees that were started for them, and tokens
+of answers whose form was demanded."""
+
+_CLOSE_S = 1.0
+_THREADS = ThreadPoolExecutor(8, thread_name_prefix="agent-session")
+"""Where requests are read and rendered, so that the event loop goes on; a session uses one at a time."""
+
+type CallSeed = Callable[..., int]
+"""Makes the seed of an answer from what tells it apart from the sample's other answers."""
+
+
+@dataclass(frozen=True)
+class SessionSettings:
+    """Settings of the sessions of one environment."""
+
+    reader: AnswerReader
+    """Reads answers."""
+    max_calls: int = 64
+    """Answers that a program may ask for."""
+    max_concurrent_calls: int = 64
+    """Requests of a program that are answered at the same time; further ones are refused."""
+    sampling: Literal["run", "request"] = "run"
+    """Whether temperature, top_p and top_k of requests apply, or always those of the run."""
+    history: Literal["keep", "template"] = "keep"
+    """With "keep", the tokens of an earlier answer are continued; with "template", a new tree starts where the chat
+    template renders the history in another way."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template for requests that do not set them."""
+
+    def completed(self, request: CallRequest) -> CallRequest:
+        """Return a request with the variables of the chat template that it leaves to the environment."""
+        given = {**self.template_kwargs, **request.template_kwargs}
+        return replace(request, template_kwargs=given) if self.template_kwargs else request
+
+
+@dataclass(frozen=True)
+class CallParts:
+    """The parts of the run that a session uses."""
+
+    generation: GenerationInterface
+    tokenizer: TokenizerType
+    """Renders and encodes."""
+    text_rules: TextRules
+    """As `RolloutRunner`."""
+    limits: RolloutLimits
+    """Bounds of the sample."""
+    sampling: SamplingParams
+    trains: bool = True
+    """Whether the answers are trained, so that their log-probabilities have to be the policy's."""
+
+
+@dataclass(eq=False)
+class AgentSession:
+    """The calls of one sample."""
+
+    parts: CallParts
+    """Parts of the run that it uses."""
+    settings: SessionSettings
+    """Settings of its environment."""
+    seed_of: CallSeed
+    """Makes seeds."""
+    tree: CallTree = field(init=False)
+    """The calls that were answered."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """Numbers for metrics."""
+    failure: "asyncio.Future[None]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """Set when engines cannot answer any more, which ends the run."""
+    unanswered: str | None = None
+    """Why the server of the model gave no answer to a request, or withheld it; None if it answered all, or refused
+    them."""
+    memory: dict[str, Any] = field(init=False)
+    """Kept by dialects between requests."""
+    generation_s: float = 0.0
+    """Seconds of answers, added up."""
+    exchanges: Exchanges = field(init=False)
+    """Requests and their answers."""
+    budget: Budget = field(init=False)
+    """Tokens and calls that are left for the program."""
+    _prompts: PromptRenderer = field(init=False)
+    _running: "set[Answering]" = field(default_factory=set)
+    _ending: "set[Answering]" = field(default_factory=set)
+    """Cancelled calls of an earlier start."""
+    _times_asked: Counter[str] = field(init=False)
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _is_closed: bool = False
+
+    def __post_init__(self) -> None:
+        self._begin()
+
+    def begin_again(self) -> None:
+        """Forget all calls, because the program was started again from the prompt; equal calls get equal answers."""
+        for task in self._running:
+            task.cancel()
+        self._ending |= self._running
+        self._running = set()
+        self._begin()
+
+    def _begin(self) -> None:
+        parts, settings = self.parts, self.settings
+        longest = parts.limits.max_sequence_length
+        self.counts.clear()
+        self.tree, self.memory, self._times_asked = CallTree(), {}, Counter()
+        self.unanswered = None
+        self.exchanges = Exchanges(self.counts)
+        self.budget = Budget(parts.limits, parts.sampling.max_new_tokens, settings.max_calls)
+        self._prompts = PromptRenderer(parts.tokenizer, parts.text_rules, longest, settings.history, self.counts)
+
+    @property
+    def bound(self) -> Ending | None:
+        """The limit for which a request was refused, or that has cut off the end of a conversation; None: no limit."""
+        cut = (call.cut_by for call in self.tree.leaves() if call.cut_by is not None)
+        return self.budget.bound or next(cut, None)
+
+    def exchange(self, request: CallRequest, identity: str, *, is_retry: bool) -> Exchange:
+        """Start to answer a request, or find the answers of the same request, if the client sends it again.
+
+        Args:
+            request: the request.
+            identity: equal for requests with the same content.
+            is_retry: the client says that it sends the request again.
+
+        Raises:
+            CallError: the request is refused.
+        """
+        return self.exchanges.of(identity, lambda: self._start(self.settings.completed(request)), is_retry=is_retry)
+
+    async def on_thread[T](self, work: Callable[[], T]) -> T:
+        """Call a function on a thread; calls of one session come one after the other, in their order."""
+        async with self._turn:
+            return await asyncio.get_running_loop().run_in_executor(_THREADS, work)
+
+    def token_ids(self, request: CallRequest) -> list[int]:
+        """Return the tokens that a request would continue.
+
+        Raises:
+            CallError: the messages cannot be rendered, or the tokens of the model are not known.
+        """
+        if self.parts.generation.reads_chats:
+            raise CallError(
+                400, "Only another server has the tokenizer of this model (generation.endpoint).", "unsupported"
+            )
+        return self._prompt(self.settings.completed(request)).token_ids
+
+    async def close(self) -> None:
+        """Refuse further requests, and cancel calls that run."""
+        self._is_closed = True
+        for task in self._running:
+            task.cancel()
+        ending = self._running | self._ending
+        if ending:
+            await asyncio.wait(ending, timeout=_CLOSE_S)
+
+    def _start(self, request: CallRequest) -> Answering:
+        if self._is_closed:
+            raise CallError(401, "The sample of this key has ended.", "invalid_api_key")
+        if len(self._running) >= self.settings.max_concurrent_calls:
+            self.counts["refused"] += 1
+            most = self.settings.max_concurrent_calls
+            raise CallError(429, f"{most} requests of this key are being answered; wait for one.", "too_many_requests")
+        task = asyncio.create_task(self._answers(request))
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: Answering) -> None:
+        self._running.discard(task)
+        self._ending.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, CallError):
+            self.counts["refused"] += 1
+        elif error is not None and not self.failure.done():
+            self.failure.set_exception(error)
+
+    async def _answers(self, request: CallRequest) -> list[CallAnswer]:
+        chat = forwarded(request) if self.parts.generation.reads_chats else None
+        try:
+            if chat is None:
+                await self.settings.reader.prepare(request)
+        except ConfigError as error:
+            raise CallError(400, f"The tools cannot be used: {error}", "invalid_tools", "tools") from error
+        sampling, prompt, identity = await self.on_thread(lambda: self._prepared(request))
+        budget = self.budget
+        grant = budget.grant(request, len(prompt.token_ids), int(sampling.is_read_again))
+        self.counts["calls"] += request.num_answers
+        sampling = grant.applied(sampling, request.stop)
+        self._times_asked[identity] += 1
+        seeds = [self.seed_of(identity, self._times_asked[identity], number) for number in range(request.num_answers)]
+        tasks = [asyncio.ensure_future(self._sampled(prompt, chat, sampling, seed)) for seed in seeds]
+        num_tokens = 0
+        try:
+            results = await asyncio.gather(*tasks)
+            num_tokens = sum(len(result.token_ids) for result in results)
+        finally:
+            for task in tasks:
+                task.cancel()
+            budget.give_back(grant, num_tokens)
+        both = list(zip(seeds, results, strict=True))
+        read = await self.on_thread(lambda: [self._read(request, seed, result) for seed, result in both])
+        parts = zip(both, read, strict=True)
+        return [self._record(request, prompt, grant, seed, result, texts) for (seed, result), texts in parts]
+
+    def _prepared(self, request: CallRequest) -> tuple[SamplingParams, Prompt, str]:
+        """Return how to sample the answer to a request, its tokens, and its identity.
+
+        Raises:
+            CallError: it cannot be rendered, or answers of such a form are not sampled.
+        """
+        sampling = self._sampling(request)
+        prompt = self._prompt(request)
+        return sampling, prompt, _identity(prompt, request)
+
+    def _read(self, request: CallRequest, seed: int, result: GenerationResult) -> tuple[ReadAnswer, list[str]]:
+        """Return an answer as text, and the text of each of its tokens if the request asks for them."""
+        written = result.token_ids.tolist()
+        if result.answer is not None:
+            read = read_forwarded(result.answer, request)
+        else:
+            read = self.settings.reader.read(written, request, seed)
+        decode = self.parts.tokenizer.decode
+        return read, [str(decode([token])) for token in written] if request.reads_token_texts else []
+
+    def _prompt(self, request: CallRequest) -> Prompt:
+        """Render a request."""
+        try:
+            return self._prompts.prompt(request, self.tree)
+        except DataError as error:
+            reason = str(error)
+        except Exception as error:  # boundary: templates raise errors of any kind for messages that are not theirs
+            reason = f"{type(error).__name__}: {error}"
+        raise CallError(400, f"The messages cannot be rendered: {reason}", "invalid_messages", "messages")
+
+    async def _sampled(
+        self, prompt: Prompt, chat: ChatInput | None, sampling: SamplingParams, seed: int
+    ) -> GenerationResult:
+        """Sample one answer.
+
+        Raises:
+            CallError: the engine refuses the prompt, or the model's server gives no answer.
+        """
+        started = asyncio.get_running_loop().time()
+        at = None if prompt.parent is None else prompt.parent.served_by
+        try:
+            asked = GenerationRequest(prompt.token_ids, sampling, seed, at, chat=chat)
+            result = await self.parts.generation.generate(asked)
+        except GenerationError as error:
+            has_form = sampling.grammar is not None
+            what, code = ("request", "invalid_structured_output") if has_form else ("prompt", "invalid_prompt")
+            raise CallError(400, f"The engine refuses the {what}: {error}", code) from error
+        except NoAnswerError as error:
+            if error.is_too_long:
+                self.budget.bound = Ending.SEQUENCE_LENGTH
+            elif error.is_withheld or not error.is_refused:
+                self.unanswered = str(error)
+            raise refusal(error) from error
+        self.generation_s += asyncio.get_running_loop().time() - started
+        self.counts["prefix_hits"] += at is not None and at == result.served_by
+        return result
+
+    def _record(
+        self,
+        request: CallRequest,
+        prompt: Prompt,
+        grant: Grant,
+        seed: int,
+        result: GenerationResult,
+        texts: tuple[ReadAnswer, list[str]],
+    ) -> CallAnswer:
+        """Add an answered call to the tree, and return the answer for the program."""
+        call_id, known = short_id("call", seed), result.answer
+        written = result.token_ids.tolist()
+        read, token_texts = texts
+        counted = None if known is None else (known.num_prompt_tokens or 0, known.num_tokens or 0)
+        is_cut = result.finish_reason == "length"
+        end: CallEnd = "tool_calls" if read.tool_calls else ("length" if is_cut else "stop")
+        answer = CallAnswer(
+            call_id,
+            read.content,
+            read.reasoning,
+            read.tool_calls,
+            end,
+            read.stop_string,
+            array("i", prompt.token_ids if known is None else ()),
+            array("i", written if known is None else ()),
+            array("f", result.logprobs.tolist() if known is None else ()),
+            num_cached_tokens=len(prompt.token_ids) - prompt.added["token_ids"].numel() if known is None else 0,
+            counted=counted,
+            token_texts=token_texts,
+        )
+        call = Call(
+            call_id,
+            prompt.parent,
+            prompt.added,
+            _message(answer, result),
+            [VersionSpan(*span) for span in result.weight_versions],
+            result.served_by,
+            is_cut=is_cut,
+            cut_by=grant.bound if is_cut else None,
+            num_beginning=prompt.num_beginning,
+        )
+        note_experts(call.log, result.routed_experts)
+        if request.grammar is not None or request.forced_tool is not None:
+            self.counts["constrained_tokens"] += answer.num_tokens
+            self.counts["scored_later_tokens"] += result.num_scored_later
+        text = self._prompts.text(call.token_ids) if request.prompt is not None else ""
+        self.tree.add(call, request, answer.message, text)
+        return answer
+
+    def _sampling(self, request: CallRequest) -> SamplingParams:
+        """Return the run's sampling with what the request may change, and with the form of its answer.
+
+        Raises:
+            CallError: answers of such a form are not sampled.
+        """
+        sampling = self.parts.sampling
+        if self.settings.sampling == "request":
+            sampling = replace(
+                sampling,
+                temperature=sampling.temperature if request.temperature is None else request.temperature,
+                top_p=sampling.top_p if request.top_p is None else request.top_p,
+                top_k=sampling.top_k if request.top_k is None else (request.top_k if request.top_k > 0 else None),
+            )
+        return with_form(sampling, request, trains=self.parts.trains, forwards=self.parts.generation.reads_chats)
+
+
+def _identity(prompt: Prompt, request: CallRequest) -> str:
+    """Return what tells the answers to a request apart from those to other requests of the sample, whatever runs."""
+    asked = (request.seed, request.num_answers, request.max_tokens)
+    distribution = (request.temperature, request.top_p, request.top_k)
+    form = (request.grammar, request.forced_tool, request.calls_once)
+    forms = [form] if request.grammar is not None or request.forced_tool is not None else []
+    content = json.dumps([prompt.token_ids, request.stop, asked, distribution, *forms])
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+
+
+def call_id_of(response_id: str) -> str:
+    """Return the id of a call from the id of its response, which dialects begin in ways of their own."""
+    return response_id[-ID_LENGTH:]
+
+
+def _message(answer: CallAnswer, result: GenerationResult) -> Message:
+    """Return the answer as a message of the log."""
+    return {
+        **answer.message,
+        "token_ids": torch.from_numpy(np.array(result.token_ids, dtype=np.int64)),
+        "generation_logprobs": torch.from_numpy(np.array(result.logprobs, dtype=np.float32)),
+        **({} if result.answer is None else {"num_tokens": result.answer.num_tokens}),
+    }

@@ -1,0 +1,136 @@
+"""Programs that are Python functions, in the process of the environment.
+
+Invariant: whatever a function raises or returns costs only its own sample; one that blocks a thread beyond its deadline
+keeps that thread, and no other program waits for it.
+"""
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, override
+
+from nemo_rl.agents.programs.interfaces import AgentError, AgentProgram, AgentTask, too_slow
+from nemo_rl.agents.programs.results import AgentResult, read_result
+from nemo_rl.environments.user_errors import describe, raise_if_cancelled
+from nemo_rl.host.background import in_background
+from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.imports import import_dotted
+from nemo_rl.utils.named_parts import fitting_arguments
+
+logger = logging.getLogger(__name__)
+
+_ADVICE = "Give the dotted path of a function of an AgentTask, or of a class whose objects are called with one."
+
+
+class CallableProgram(AgentProgram):
+    """A function that is called for each task: a coroutine function here, another one on a thread of its own.
+
+    Args:
+        path: dotted path of the function, or of a class.
+        kwargs: further arguments of the function, or arguments of the class.
+
+    Raises:
+        ConfigError: it cannot be imported or called, or the arguments do not fit.
+    """
+
+    def __init__(self, path: str, kwargs: Mapping[str, Any]) -> None:
+        self._name = path
+        found, fitting = find_program(path, kwargs)
+        self._call: Callable[..., Any] = found
+        self._kwargs = fitting
+        if inspect.isclass(found):
+            made: Any = found(**fitting)
+            self._call, self._kwargs = made.__call__, {}
+        self._is_async = inspect.iscoroutinefunction(self._call)
+
+    @override
+    async def run(self, task: AgentTask) -> AgentResult:
+        running = asyncio.ensure_future(self._outcome(task))
+        try:
+            done, _ = await asyncio.wait({running}, timeout=task.timeout_s)
+        finally:
+            running.cancel()  # without waiting: a function may catch it
+        if not done:
+            if not self._is_async:
+                logger.warning("%s still runs after its deadline; its result is ignored", self._name)
+            raise too_slow(task)
+        value, error = running.result()
+        if error is not None:
+            raise AgentError(error)
+        try:
+            return read_result(value)
+        except ValueError as problem:
+            raise AgentError(f"the program {self._name} failed: {problem}") from None
+        except BaseException as problem:  # boundary: the value may be of the user's own class
+            raise AgentError(f"the value of the program {self._name} cannot be read: {describe(problem)}") from None
+
+    async def shutdown(self) -> None:
+        """Call the method `shutdown` of an object that has one."""
+        owner = self._call.__self__ if inspect.ismethod(self._call) else None
+        released = owner.shutdown() if hasattr(owner, "shutdown") and not inspect.isclass(owner) else None
+        if inspect.isawaitable(released):
+            await released
+
+    async def _outcome(self, task: AgentTask) -> tuple[Any, str | None]:
+        """Return what the function returns, or the text of its error.
+
+        Exceptions are not passed on, because the event loop ends with some of them.
+        """
+        try:
+            if self._is_async:
+                return await self._call(task, **self._kwargs), None
+            thread = in_background(lambda: self._returned(task), f"agent {self._name}")
+            value, error = await asyncio.shield(asyncio.wrap_future(thread))  # a thread cannot be cancelled
+            return (await value if inspect.isawaitable(value) else value), error
+        except BaseException as error:  # boundary: the program is the user's own code
+            raise_if_cancelled(error)
+            return None, _described(error)
+
+    def _returned(self, task: AgentTask) -> tuple[Any, str | None]:
+        try:
+            return self._call(task, **self._kwargs), None
+        except BaseException as error:  # boundary: the program is the user's own code
+            return None, _described(error)
+
+
+def find_program(path: str, kwargs: Mapping[str, Any]) -> tuple[Callable[..., Any], Mapping[str, Any]]:
+    """Import a program, and check that it can be called with a task; nothing is constructed.
+
+    Returns:
+        A function, and its arguments besides the task; or a class, and the arguments of its constructor.
+
+    Raises:
+        ConfigError: as `CallableProgram`.
+    """
+    what = f"env.agent.program={path!r}"
+    found = import_dotted(path, ConfigError, what, _ADVICE)
+    if inspect.isclass(found):
+        if not any("__call__" in vars(base) for base in found.__mro__):
+            raise ConfigError(f"{what} is a class whose objects cannot be called. {_ADVICE}")
+        fitting = fitting_arguments(found, "env.agent.kwargs", kwargs)
+        _check_arguments(found.__call__, (None, None), {}, what)
+        return found, fitting
+    if not callable(found):
+        raise ConfigError(f"{what} cannot be called. {_ADVICE}")
+    call = found if inspect.isroutine(found) else found.__call__
+    _check_arguments(call, (None,), kwargs, what)
+    return call, kwargs
+
+
+def _check_arguments(call: Callable[..., Any], given: tuple[None, ...], kwargs: Mapping[str, Any], what: str) -> None:
+    """Check that a function can be called with as many positional arguments, the task the last, and with `kwargs`."""
+    try:
+        signature = inspect.signature(call)
+    except ValueError:  # a function of C without one
+        return
+    try:
+        signature.bind(*given, **kwargs)
+    except TypeError as error:
+        raise ConfigError(
+            f"{what} cannot be called with a task and kwargs={dict(kwargs)}: {error}. {_ADVICE}"
+        ) from None
+
+
+def _described(error: BaseException) -> str:
+    return f"the program raised {describe(error)}"

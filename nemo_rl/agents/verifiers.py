@@ -1,0 +1,287 @@
+"""Environments of the package verifiers: their dataset gives prompts, their code the turns, their rubric the reward.
+
+    open_episode ─► a task of its own: rollout, then rubric ─► asks "the model" ─► messages of the prompt
+    step: text of the turn ─► answer of "the model" ─► asks again ─► the added messages are the observation
+                                                    └─► is over ─► reward of the rubric
+
+Invariant: a reward is what all reward functions of the rubric computed; if one of them raises, which the package turns
+into 0, the sample has an error instead.
+"""
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import math
+import signal
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from nemo_rl.config.schema.adapters import VerifiersConfig
+from nemo_rl.data.messages.content import content_text
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, EpisodeStart
+from nemo_rl.kits.adapters.packages import library
+from nemo_rl.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nemo_rl.data.interfaces import LLMMessageLogType, TokenizerType
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+verifiers = library("verifiers", "verifiers")
+
+_MODEL = "policy"
+_failures: ContextVar[list[str]] = ContextVar("failures")
+"""Errors that reward functions raised while this task scored."""
+
+
+class VerifiersEnvironment(EnvironmentInterface[dict[str, Any]]):
+    """The environment `verifiers`.
+
+    Args:
+        cfg: `env.verifiers`.
+
+    Raises:
+        ConfigError: there is no such environment, or it needs more than messages of text.
+    """
+
+    config_class: ClassVar[type | None] = VerifiersConfig
+
+    def __init__(self, cfg: Mapping[str, Any]) -> None:
+        self._config = VerifiersConfig.build(**cfg)
+        self._environment = _loaded(self._config)
+        for rubric in _rubrics(self._environment.rubric):
+            rubric.funcs = [_noted(function) for function in rubric.funcs]
+        self._episodes: dict[str, _Episode] = {}
+
+    @classmethod
+    def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
+        """See `EnvironmentInterface.check_section`: load the environment where data is read, since it has rows."""
+        if tokenizer is not None:
+            _loaded(VerifiersConfig.build(**section))
+
+    async def open_episode(  # type: ignore[override]  # may be a coroutine function
+        self, metadata: dict[str, Any]
+    ) -> EpisodeStart[dict[str, Any]]:
+        """Start the episode of a seed, which chooses the row; the prompt is what it first asks the model."""
+        rows = self._rows(metadata.get("split"))
+        episode = _Episode(self._environment, rows[metadata["seed"] // 2 % len(rows)])
+        key = uuid.uuid4().hex
+        self._episodes[key] = episode
+        state = {**metadata, "episode": key}
+        messages = await episode.next_messages(None)
+        if messages is None:
+            return EpisodeStart(state, error=episode.error or "the environment is over before its first turn")
+        return EpisodeStart(state, _observation(messages))
+
+    async def step(  # type: ignore[override]  # may be a coroutine function
+        self, message_log_batch: list["LLMMessageLogType"], metadata: list[dict[str, Any]]
+    ) -> EnvironmentReturn[dict[str, Any]]:
+        """Give the answer of one turn to the environment; B is 1."""
+        (log,), (state,) = message_log_batch, metadata
+        episode = self._episodes.get(state["episode"])
+        if episode is None:
+            return _returned(state, error="the process of the environment `verifiers` died, and with it this episode")
+        messages = await episode.next_messages(content_text(log[-1]["content"]))
+        if messages is not None:
+            return _returned(state, messages)
+        if episode.error is not None:
+            return _returned(state, error=episode.error)
+        return _returned({**state, "scores": episode.scores}, episode.last_messages, episode.reward)
+
+    async def close_episode(self, metadata: dict[str, Any]) -> None:  # type: ignore[override]
+        """End an episode, with the clean-up of the environment."""
+        episode = self._episodes.pop(metadata.get("episode", ""), None)
+        if episode is not None:
+            await episode.close()
+
+    def global_post_process_and_metrics(
+        self, batch: "BatchedDataDict[Any]"
+    ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
+        """Return the mean of each function of the rubric over the samples that were scored."""
+        values: dict[str, list[float]] = defaultdict(list)
+        for state in batch["extra_env_info"]:
+            for name, value in (state.get("scores") or {}).items():
+                values[name].append(value)
+        return batch, {name: sum(each) / len(each) for name, each in values.items()}
+
+    async def shutdown(self) -> None:  # type: ignore[override]
+        """End all episodes."""
+        await asyncio.gather(*(episode.close() for episode in self._episodes.values()))
+        self._episodes.clear()
+
+    def _rows(self, split: str | None) -> Any:
+        return self._environment.get_eval_dataset() if split == "validation" else self._environment.get_dataset()
+
+
+class _Episode:
+    """One rollout of an environment, whose model is the other side of two queues."""
+
+    def __init__(self, environment: Any, row: Mapping[str, Any]) -> None:
+        self.reward = 0.0
+        """Weighted sum of the reward functions."""
+        self.scores: dict[str, float] = {}
+        """Value of each function by name."""
+        self.last_messages: list[dict[str, Any]] = []
+        """Messages after the last turn."""
+        self.error: str | None = None
+        """Why there is no reward."""
+        self._asked: asyncio.Queue[list[dict[str, Any]]] = asyncio.Queue()
+        self._answers: asyncio.Queue[str] = asyncio.Queue()
+        self._conversation: list[dict[str, Any]] = []
+        self._playing = asyncio.create_task(self._play(environment, row))
+
+    async def next_messages(self, answer: str | None) -> list[dict[str, Any]] | None:
+        """Return the messages that the environment added before it asked again; None if it is over.
+
+        Args:
+            answer: text of the last turn; None before the first.
+        """
+        if answer is not None:
+            self._conversation.append({"role": "assistant", "content": answer})
+            self._answers.put_nowait(answer)
+        asking = asyncio.create_task(self._asked.get())
+        try:
+            await asyncio.wait([asking, self._playing], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            asking.cancel()
+        if not asking.done() or asking.cancelled():
+            return None
+        return self._added(asking.result())
+
+    def _added(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+        """Return what a request adds to the conversation so far, which must be its beginning."""
+        before = len(self._conversation)
+        added = messages[before:]
+        if messages[:before] != self._conversation or not added:
+            self.error = "the environment rewrites earlier messages, which the tokens that were sampled cannot follow"
+            return None
+        self._conversation = messages
+        return added
+
+    async def close(self) -> None:
+        """Cancel what still runs."""
+        self._playing.cancel()
+        await asyncio.wait([self._playing])
+
+    async def _play(self, environment: Any, row: Mapping[str, Any]) -> None:
+        failures: list[str] = []
+        _failures.set(failures)
+        completions = SimpleNamespace(create=self._completion)
+        client = SimpleNamespace(chat=SimpleNamespace(completions=completions))
+        try:
+            state = await environment.rollout(dict(row), client, _MODEL, {})
+            if state["error"] is None:
+                await environment.rubric.score_rollout(state)
+        except Exception as error:  # boundary: the environment is user code
+            self.error = f"the environment raised {type(error).__name__}: {error}"
+            return
+        if state["error"] is not None:
+            failures.append(f"the environment reports {state['error'].__cause__ or state['error']!r}")
+        elif not math.isfinite(state["reward"]):
+            failures.append(f"the reward is {state['reward']}")
+        if failures:
+            self.error = "; ".join(failures)
+            return
+        self.reward, self.scores = float(state["reward"]), dict(state["metrics"] or {})
+        self.last_messages = [_plain(message) for message in state.get("final_env_response") or []]
+
+    async def _completion(self, *, messages: Sequence[Any], tools: Any = None, **_: Any) -> Any:
+        """Stand for the client of an endpoint: ask, and return the answer as a chat completion."""
+        if tools:
+            raise ConfigError("the environment offers tools to the model; the adapter passes on texts only")
+        self._asked.put_nowait([_plain(message) for message in messages])
+        text = await self._answers.get()
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+        about = {"id": uuid.uuid4().hex, "created": 0, "model": _MODEL, "object": "chat.completion"}
+        return verifiers.types.ChatCompletion.model_validate({**about, "choices": [choice]})
+
+
+def _loaded(config: VerifiersConfig) -> Any:
+    """Load the environment.
+
+    Raises:
+        ConfigError: it cannot be loaded, or needs more than messages of text.
+    """
+    place = f"env.verifiers.id={config.id!r}"
+    if not hasattr(verifiers, "load_environment"):
+        raise ConfigError("env.verifiers needs verifiers 0.1, whose environments a function load_environment makes.")
+    try:
+        with _signals_kept():
+            environment = verifiers.load_environment(config.id, **config.kwargs)
+            environment.get_eval_dataset()
+    except Exception as error:  # boundary: the environment is user code
+        raise ConfigError(f"{place} with kwargs={config.kwargs} cannot be loaded: {error}") from error
+    if environment.message_type != "chat" or environment.oai_tools:
+        needs = "tools" if environment.oai_tools else "plain completions"
+        raise ConfigError(f"{place} needs {needs}, and the adapter passes on texts of a chat only.")
+    return environment
+
+
+@contextlib.contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Keep environments from replacing the signal handlers of their process, which are Ray's.
+
+    Each environment would do so when it is made, which fails on other threads than the main one.
+    """
+    set_handler = signal.signal
+    signal.signal = lambda number, handler: signal.getsignal(number)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        signal.signal = set_handler
+
+
+def _rubrics(rubric: Any) -> list[Any]:
+    """Return a rubric, or those of a group, which may hold groups."""
+    inner = getattr(rubric, "rubrics", None)
+    return [rubric] if inner is None else [leaf for each in inner for leaf in _rubrics(each)]
+
+
+def _noted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a reward function that also notes what it raises."""
+
+    @functools.wraps(function)
+    async def noted(*arguments: Any, **keywords: Any) -> Any:
+        try:
+            value = function(*arguments, **keywords)
+            return await value if inspect.isawaitable(value) else value
+        except Exception as error:  # boundary: the rubric is user code, and the package turns this into a reward of 0
+            name = getattr(function, "__name__", repr(function))
+            _failures.get().append(f"the reward function {name} raised {type(error).__name__}: {error}")
+            raise
+
+    return noted
+
+
+def _plain(message: Any) -> dict[str, Any]:
+    """Return a message as role and text."""
+    return {"role": message["role"], "content": content_text(message["content"] or "")}
+
+
+def _observation(messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    role = messages[-1]["role"] if messages else "environment"
+    whole = {"role": role, "content": "\n".join(message["content"] for message in messages)}
+    return {**whole, "messages": list(messages)} if len(messages) > 1 else whole
+
+
+def _returned(
+    state: dict[str, Any],
+    messages: Sequence[dict[str, Any]] = (),
+    reward: float | None = None,
+    error: str | None = None,
+) -> EnvironmentReturn[dict[str, Any]]:
+    is_over = reward is not None or error is not None
+    return EnvironmentReturn(
+        observations=[_observation(messages)],
+        metadata=[state],
+        next_stop_strings=[None],
+        rewards=torch.tensor([reward or 0.0]),
+        terminateds=torch.tensor([is_over]),
+        errors=[error],
+    )

@@ -1,0 +1,10 @@
+"""Hold an engine to the contract of `nemo_rl.models.generation.interfaces.Engine`, one function for each property.
+
+`check_engine` runs the whole suite in a process of its own and returns a table; `check_property` runs one property on
+an engine of the caller. `python -m nemo_rl.commands.conformance --help` is the same as a command.
+"""
+
+from nemo_rl.commands.conformance.case import Case, ContractError, NotOffered
+from nemo_rl.commands.conformance.run import PROPERTIES, Report, check_engine, check_property, table
+
+__all__ = ["PROPERTIES", "Case", "ContractError", "NotOffered", "Report", "check_engine", "check_property", "table"]

@@ -1,0 +1,242 @@
+"""The case of a check: model, prompts and tolerance, and the calls of an engine that checks share."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from nemo_rl.commands.conformance.references import logprobs_of, model_of, tensors_of
+from nemo_rl.models.generation.interfaces import (
+    Engine,
+    GenerationRequest,
+    GenerationResult,
+    SamplingParams,
+    VersionSpan,
+)
+from nemo_rl.utils.errors import NemoRLError
+
+LONG = 90
+"""Tokens of responses that a call has to meet on their way."""
+_TENSORS_AT_A_TIME = 4
+_FRACTIONS = (0.4, 0.2, 0.6, 0.1, 0.8)
+"""Shares of a response's time after which `midway` tries to act, until it meets the response on its way."""
+_LOWEST_IDS, _NUM_IDS = 20, 200
+"""Token ids of prompts: ordinary ones of every tokenizer."""
+
+
+class ContractError(NemoRLError, AssertionError):
+    """An engine breaks its contract; the message says what was demanded and what came."""
+
+
+class NotOffered(NemoRLError):  # noqa: N818
+    """An engine lacks an optional part of the contract; the message says which."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """The model that an engine under test serves, and how exactly it must agree with the reference."""
+
+    folder: str
+    """Local folder of the model and its tokenizer; version 0 of the weights is its content."""
+    tolerance: float = 1e-4
+    """Largest difference of a log-probability from the reference in float32."""
+    max_model_len: int = 256
+    """Context limit with which the engine was made."""
+    deadline_s: float = 60.0
+    """Seconds within which every call must end."""
+    exempt: Mapping[str, str] = field(default_factory=dict)
+    """Properties that the engine does not promise, each with the reason."""
+    kill: Callable[[], None] | None = None
+    """Ends the process that computes, of an engine that is not in the caller's process. Without it, weights that are
+    not finite break the engine."""
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of the model."""
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.folder)
+        return tokenizer
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """The number of token ids that the model reads."""
+        size: int = AutoConfig.from_pretrained(self.folder).get_text_config().vocab_size
+        return size
+
+    @cached_property
+    def prompts(self) -> list[list[int]]:
+        """Prompts of very different lengths, the last one of more than half of the context."""
+        lengths = (3, 12, 1, 30, 7, self.max_model_len * 5 // 8)
+        return [[_LOWEST_IDS + (11 * i + 7 * n) % _NUM_IDS for n in range(length)] for i, length in enumerate(lengths)]
+
+    def model(self, seed: int = 0) -> PreTrainedModel:
+        """Return the reference with the weights of a version."""
+        return model_of(self.folder, seed)
+
+    def compare(self, what: str, model: PreTrainedModel, request: GenerationRequest, result: GenerationResult) -> None:
+        """Compare log-probabilities with those of the reference.
+
+        Raises:
+            ContractError: a token has no probability in the reference, or another one.
+        """
+        tokens = result.token_ids.tolist()
+        expected = logprobs_of(model, request.prompt_token_ids, tokens, request.sampling)
+        self.require_close(f"{what}, {shown(request)}", expected, result.logprobs)
+
+    def require_close(self, what: str, expected: torch.Tensor, found: np.ndarray) -> None:
+        """Raise a `ContractError` unless `found` are finite and equal to `expected` within the tolerance."""
+        require(bool(expected.isfinite().all()), f"{what}: a token was drawn that its distribution excludes")
+        error = float((torch.as_tensor(np.array(found)).double() - expected).abs().max()) if len(expected) else 0.0
+        require(
+            error <= self.tolerance,
+            f"{what}: log-probabilities differ by {error:.3g} from those of Hugging Face, allowed are "
+            f"{self.tolerance:g}",
+        )
+
+
+def require(holds: bool, violated: str) -> None:
+    """Raise a `ContractError` with a text unless a condition holds."""
+    if not holds:
+        raise ContractError(violated)
+
+
+def ask(prompt: Sequence[int], seed: int = 0, **sampling: Any) -> GenerationRequest:
+    """Make a request of 12 tokens, unless `sampling` says otherwise."""
+    return GenerationRequest(list(prompt), SamplingParams(**{"max_new_tokens": 12} | sampling), seed)
+
+
+def shown(request: GenerationRequest) -> str:
+    """Describe a request for a message."""
+    sampling = request.sampling
+    return (
+        f"prompt of {len(request.prompt_token_ids)} tokens, seed {request.seed}, temperature={sampling.temperature:g}, "
+        f"top_p={sampling.top_p:g}, top_k={sampling.top_k}"
+    )
+
+
+_numbers = itertools.count()
+
+
+def start(
+    engine: Engine, requests: Iterable[GenerationRequest]
+) -> tuple[list[str], list[asyncio.Future[GenerationResult]]]:
+    """Give requests to an engine; return their ids and the open answers.
+
+    Raises:
+        ContractError: the call of `generate` raises an error itself.
+    """
+    ids: list[str] = []
+    answers: list[asyncio.Future[GenerationResult]] = []
+    for request in requests:
+        ids.append(f"conformance-{next(_numbers)}")
+        try:
+            answers.append(asyncio.ensure_future(engine.generate(ids[-1], request)))
+        except Exception as error:
+            raise ContractError(f"generate raises {error!r} itself, and must return an awaitable that does") from error
+    return ids, answers
+
+
+async def answers_of(engine: Engine, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
+    """Return the answers to requests that run at the same time, each of a valid form."""
+    _, answers = start(engine, requests)
+    return [well_formed(result) for result in await asyncio.gather(*answers)]
+
+
+def well_formed(result: GenerationResult) -> GenerationResult:
+    """Return a result.
+
+    Raises:
+        ContractError: it is no valid result, whatever its tokens are.
+    """
+    kinds = (result.token_ids.dtype, result.logprobs.dtype)
+    require(kinds == (np.int32, np.float32), f"token_ids and logprobs are {kinds}, and must be int32 and float32")
+    counts = (len(result.token_ids), len(result.logprobs))
+    require(counts[0] == counts[1], f"{counts[0]} tokens have {counts[1]} log-probabilities")
+    require(result.finish_reason in ("stop", "length", "abort"), f"finish_reason={result.finish_reason!r}")
+    spans = [VersionSpan(*span) for span in result.weight_versions]
+    starts = [span.start for span in spans]
+    rises = all(a < b for a, b in itertools.pairwise(starts)) and all(
+        a.version != b.version for a, b in itertools.pairwise(spans)
+    )
+    require(
+        bool(spans) and starts[0] == 0 and rises and starts[-1] < max(counts[0], 1),
+        f"weight_versions={result.weight_versions} are no spans of {counts[0]} tokens from token 0 on",
+    )
+    return result
+
+
+def same(first: GenerationResult, second: GenerationResult, tolerance: float) -> bool:
+    """Return whether two results have the same tokens, the same end and, but for rounding, log-probabilities."""
+    return (
+        first.token_ids.tolist() == second.token_ids.tolist()
+        and first.finish_reason == second.finish_reason
+        and bool(np.allclose(first.logprobs, second.logprobs, rtol=0, atol=tolerance))
+    )
+
+
+async def load(
+    engine: Engine, model: PreTrainedModel, version: int, left_out: str | None = None, most: int | None = None
+) -> list[str]:
+    """Give an engine new weights; return what `finish_weight_update` returns.
+
+    The tensors are overwritten with NaN afterwards, since an engine may keep them until then only.
+
+    Args:
+        engine: the engine.
+        model: the weights.
+        version: their version.
+        left_out: name of a tensor that is not sent.
+        most: the update is interrupted after so many tensors, without an end.
+    """
+    await engine.begin_weight_update()
+    tensors = [(name, tensor) for name, tensor in tensors_of(model).items() if name != left_out]
+    lent = [(name, tensor.clone()) for name, tensor in tensors[:most]]
+    for group in itertools.batched(lent, _TENSORS_AT_A_TIME):
+        await engine.load_tensors(list(group))
+    reported = [] if most is not None else await engine.finish_weight_update(version)
+    for _, tensor in lent:
+        tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
+    return reported
+
+
+async def midway[Found](
+    engine: Engine,
+    requests: Sequence[GenerationRequest],
+    act: Callable[[list[str]], Awaitable[Found]],
+    met: Callable[[Found, list[GenerationResult]], bool],
+    again: Callable[[], Awaitable[object]] | None = None,
+) -> tuple[Found, list[GenerationResult]]:
+    """Do something while responses are on their way; return its result and the responses.
+
+    Args:
+        engine: the engine.
+        requests: long ones, which all run at the same time.
+        act: is given the ids of the requests.
+        met: of the result and the responses, whether it came neither before nor after them.
+        again: undoes `act` before another attempt.
+
+    Raises:
+        ContractError: it never came while the responses ran.
+    """
+    before = time.monotonic()
+    await answers_of(engine, requests)
+    seconds = time.monotonic() - before
+    for fraction in _FRACTIONS:
+        ids, answers = start(engine, requests)
+        await asyncio.sleep(seconds * fraction)
+        found = await act(ids)
+        results = [well_formed(result) for result in await asyncio.gather(*answers)]
+        if met(found, results):
+            return found, results
+        if again is not None:
+            await again()
+    raise ContractError(
+        f"no call showed its effect in the middle of responses of {len(results[0].token_ids)} tokens: an engine "
+        "accepts other calls between two steps, and its answers show what they did"
+    )

@@ -1,0 +1,230 @@
+"""Compare a repeated step with the recorded one, part by part, in the order in which a step computes them.
+
+    configuration ─► samples ─► prompts ─► weights ─► modules ─► log-probabilities of policy and reference
+    ─► sample mask ─► advantages ─► log-probabilities of the update ─► loss ─► gradients ─► norm and rate ─► new weights
+
+The modules of the first update stand before all that their forward pass computes, although the update comes later: its
+weights are those that the stages score with. Invariant: each stage says by itself what differs; the first of them is
+the answer, because the later ones follow from it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_rl.algorithms.runtime.step_record import SAMPLED, TOKEN_TENSORS
+from nemo_rl.commands.replay.compare_models import gradients, modules, new_weights, norm_and_rate, old_weights
+from nemo_rl.commands.replay.configuration import configuration
+from nemo_rl.commands.replay.findings import NOT_RECORDED, Difference, Stage
+from nemo_rl.commands.replay.records import Step
+from nemo_rl.commands.replay.tolerances import Tolerances
+from nemo_rl.config.rules.resume import ChangedKey
+from nemo_rl.models.policy.update_records import UpdateRecord
+
+_IN_SHORT = {
+    "idx": "its row of the data",
+    "group": "its prompt",
+    "sample": "its number among the samples of the prompt",
+    "branch": "its conversation",
+    "task_name": "its environment",
+    "input_ids": "its tokens",
+    "token_mask": "which of its tokens count",
+    "generation_logprobs": "the engine's log-probabilities",
+    "reward": "its reward",
+    "penalized_reward": "its reward after penalties",
+    "outcome": "its outcome",
+}
+_TENSORS = {
+    "prev_logprobs": "The samples and the weights are equal, so the forward pass of the model differs.",
+    "reference_policy_logprobs": "The samples are equal, so the reference weights or their forward pass differ.",
+    "sample_mask": "The samples are equal, so what leaves samples out of the loss differs.",
+    "advantages": (
+        "Samples, masks and log-probabilities are equal, so what makes advantages of rewards differs: "
+        "nemo_rl/algorithms/credit."
+    ),
+}
+_ASK_FOR_MODULES = (
+    "The record has no outputs of modules: repeat the step with --add-modules where it is equal, then here again, to "
+    "learn which module it is."
+)
+_FORWARD = "Samples and weights are equal, so the model's forward pass differs."
+_AFTER_MODULES = "The outputs of modules are equal, so what makes log-probabilities of the last one differs."
+_LOSS = "Its inputs are equal, so the loss function itself differs: the keys of loss_fn, or nemo_rl/losses."
+_UPDATES = (
+    "policy.train_global_batch_size or what divides rows into updates differs (nemo_rl/experience/rows.py), or which "
+    "rows have a token that counts."
+)
+
+
+def samples(recorded: Step, repeated: Step) -> Stage:
+    """Compare the rows of the batch: which samples they are, what was sampled, and its rewards."""
+    before, now = recorded.summary["samples"], repeated.summary["samples"]
+    found = [
+        Difference(sample_name(row), f"{sample_name(row)} differs from the record: {_changes(row, other)}")
+        for row, other in zip(before, now, strict=False)
+        if _changes(row, other)
+    ]
+    if len(before) != len(now):
+        found.append(Difference("rows", f"the rollouts have {len(now)} rows, the record says {len(before)}"))
+    cause = "The file of rollouts was changed after the run, or another version lays rows out differently."
+    return Stage("samples", len(before), differences=found, cause=cause)
+
+
+def sample_name(row: Mapping[str, Any]) -> str:
+    """Return a readable name of a row."""
+    branch = "" if row["branch"] is None else f", conversation {row['branch']}"
+    return f"sample {row['sample']} of prompt {row['group']}{branch}"
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Describe in which way a row differs; "" if it does not."""
+    return ", ".join(
+        said if name in SAMPLED else f"{said} is {now[name]}, recorded {before[name]}"
+        for name, said in _IN_SHORT.items()
+        if before[name] != now[name]
+    )
+
+
+def token_tensors(recorded: Step, repeated: Step, limits: Tolerances, of_modules: Stage | None) -> Iterator[Stage]:
+    """Compare what the stages of the run computed of tokens and rows; `of_modules` compares the modules before."""
+    for name in TOKEN_TENSORS:
+        before, now = recorded.tensors.get(name), repeated.tensors.get(name)
+        title, cause = name.replace("_", " "), _TENSORS[name]
+        if before is None and now is None:
+            continue
+        if before is None or now is None:
+            text = f"{title}: only {'the run' if now is None else 'the replay'} computed them"
+            yield Stage(title, 1, "absolute", [Difference(title, text)])
+            continue
+        limit = limits.logprobs if name.endswith("logprobs") else limits.advantages
+        if name == "prev_logprobs" and of_modules is not None and of_modules.skipped == NOT_RECORDED:
+            cause = f"{cause} {_ASK_FOR_MODULES}"
+        rows = recorded.summary["samples"]
+        yield _of_tokens(title, dict(enumerate(before)), dict(enumerate(now)), rows, limit, cause, first=0)
+
+
+def logprobs(recorded: Step, repeated: Step, update: int, limits: Tolerances, of_modules: Stage) -> Stage:
+    """Compare the log-probabilities that an update computed; `of_modules` compares its modules."""
+    before, now = recorded.updates[update].logprobs, repeated.updates[update].logprobs
+    title, rows = f"log-probabilities{of_update(recorded, update)}", recorded.summary["samples"]
+    if not before and not now:
+        return Stage(title, skipped="the loss takes none of single tokens")
+    cause = _AFTER_MODULES if of_modules.skipped is None else _FORWARD
+    if of_modules.skipped == NOT_RECORDED:
+        cause = f"{cause} {_ASK_FOR_MODULES}"
+    return _of_tokens(title, before, now, rows, limits.logprobs, cause, first=1)
+
+
+def _of_tokens(
+    title: str,
+    before: Mapping[int, Tensor],
+    now: Mapping[int, Tensor],
+    rows: Sequence[Mapping[str, Any]],
+    limit: float,
+    cause: str,
+    first: int,
+) -> Stage:
+    """Compare one value of each token of each row; `first` is the position of the token that has the first value."""
+    found: list[Difference] = []
+    largest, compared = 0.0, 0
+    for row in sorted(before.keys() | now.keys()):
+        name = sample_name(rows[row]) if row < len(rows) else f"row {row}"
+        if row not in before or row not in now:
+            has = "the replay" if row not in before else "the run"
+            found.append(Difference(name, f"{title} of {name}: only {has} computed them"))
+            continue
+        old, new = _same_width(before[row], now[row])
+        compared += len(old)
+        apart = (old.double() - new.double()).abs().nan_to_num(nan=float("inf"))
+        apart[(old == new) | (old.isnan() & new.isnan())] = 0.0
+        largest = max(largest, float(apart.max())) if len(old) else largest
+        wrong = (apart > limit).nonzero()
+        if len(wrong):
+            place = int(wrong[0])
+            of_token = f" of token {place + first}" if before[row].dim() else ""
+            text = f"{title}{of_token} of {name}: {old[place]:.8g} in the run, {new[place]:.8g} now"
+            found.append(Difference(name, text, float(apart.max())))
+    return Stage(title, compared, "absolute", found, limit, largest, cause)
+
+
+def _same_width(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the values of a row, the shorter ones with the zeros that stand after the end of a row."""
+    pair = [torch.atleast_1d(old), torch.atleast_1d(new)]
+    width = max(map(len, pair))
+    old, new = (torch.nn.functional.pad(values, (0, width - len(values))) for values in pair)
+    return old, new
+
+
+def loss(recorded: Step, repeated: Step, update: int, limits: Tolerances) -> Stage:
+    """Compare the loss of an update and its terms; the terms come first, because the loss is computed from them."""
+    before = _terms(recorded.updates[update], of_microbatches=limits.is_exact)
+    now = _terms(repeated.updates[update], of_microbatches=limits.is_exact)
+    found, largest = [], 0.0
+    for name in [*before, *(name for name in now if name not in before)]:
+        said = name if name.startswith("loss") else f"loss term {name}"
+        if name not in before or name not in now:
+            found.append(Difference(name, f"{said}: only {'the replay' if name in now else 'the run'} computed it"))
+            continue
+        size = abs(before[name] - now[name]) / max(abs(before[name]), 1.0)
+        same = before[name] == now[name] or (before[name] != before[name] and now[name] != now[name])
+        size = 0.0 if same else size if size == size else float("inf")
+        largest = max(largest, size)
+        if size > limits.loss:
+            text = f"{said} differs: {before[name]:.8g} in the run, {now[name]:.8g} now"
+            found.append(Difference(name, text, size))
+    title = f"loss and its terms{of_update(recorded, update)}"
+    return Stage(title, len(before), "relative", found, limits.loss, largest, _LOSS)
+
+
+def _terms(update: UpdateRecord, *, of_microbatches: bool) -> dict[str, float]:
+    """Return the terms of a loss, then the loss; with `of_microbatches` also the loss of each microbatch."""
+    losses = {
+        f"loss of microbatch {number} of data-parallel rank {rank}": value
+        for rank, of_rank in enumerate(update.microbatch_losses)
+        for number, value in enumerate(of_rank)
+    }
+    terms = {name: value for name, value in {**update.metrics, **update.model_metrics}.items() if name != "loss"}
+    return {**terms, **(losses if of_microbatches else {}), "loss": update.loss}
+
+
+def of_update(step: Step, update: int) -> str:
+    """Return the name of an update for titles; "" if the step has one update."""
+    return f" (update {update + 1})" if len(step.updates) > 1 else ""
+
+
+def compare(
+    recorded: Step, repeated: Step, changed: Sequence[ChangedKey], data: Stage, limits: Tolerances
+) -> list[Stage]:
+    """Compare all parts of a step.
+
+    Args:
+        recorded: the step of the run.
+        repeated: the step now.
+        changed: keys of the configuration that differ.
+        data: the comparison of the prompts with the data.
+        limits: the largest differences that count as equal.
+    """
+    keys = configuration(changed, recorded.summary["config"], repeated.summary["config"])
+    stages = [keys, samples(recorded, repeated), data, old_weights(recorded, repeated)]
+    of_modules = [
+        modules(before, now, of_update(recorded, update), limits)
+        for update, (before, now) in enumerate(zip(recorded.updates, repeated.updates, strict=False))
+    ]
+    stages += of_modules[:1]
+    stages += token_tensors(recorded, repeated, limits, of_modules[0] if of_modules else None)
+    if len(recorded.updates) != len(repeated.updates):
+        counts = f"the run made {len(recorded.updates)} updates, the replay {len(repeated.updates)}"
+        return [*stages, Stage("updates", 1, differences=[Difference("updates", counts)], cause=_UPDATES)]
+    for update, (before, now) in enumerate(zip(recorded.updates, repeated.updates, strict=True)):
+        title, its_modules = of_update(recorded, update), of_modules[update]
+        stages += [
+            *([its_modules] if update else []),
+            logprobs(recorded, repeated, update, limits, its_modules),
+            loss(recorded, repeated, update, limits),
+            gradients(before, now, title, limits),
+            norm_and_rate(before, now, title, limits),
+            new_weights(before, now, title, limits),
+        ]
+    return stages

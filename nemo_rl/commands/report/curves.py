@@ -1,0 +1,108 @@
+"""Read the metrics of a run into curves, also while the run writes them."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_rl.commands.report.run_files import RunFiles, finite
+
+_LARGEST = 2**53
+"""Steps above are not exact in a browser."""
+_TRAINING = "train"
+"""Prefix of the first line of each training step."""
+_OF_SECONDS = "ray/"
+"""Beginning of the names of curves whose steps are seconds."""
+
+
+@dataclass
+class Curve:
+    """One metric."""
+
+    steps: list[int] = field(default_factory=list)
+    """Steps with a value, ascending."""
+    values: list[float | None] = field(default_factory=list)
+    """One value for each step; None if it is not finite."""
+    times: list[float | None] = field(default_factory=list)
+    """Time at which each value was logged, in seconds since 1970; None if the file has no times."""
+
+    def add(self, step: int, value: float | None, time: float | None) -> None:
+        """Add the value of a step; a step that is repeated after a restart replaces itself and what follows."""
+        self.cut(step)
+        self.steps.append(step)
+        self.values.append(finite(value))
+        self.times.append(time)
+
+    def cut(self, step: int) -> None:
+        """Remove the values of a step and of later ones."""
+        while self.steps and self.steps[-1] >= step:
+            for column in (self.steps, self.values, self.times):
+                column.pop()
+
+    @property
+    def known(self) -> list[tuple[int, float]]:
+        """The steps with finite values, and these values."""
+        return [(step, value) for step, value in zip(self.steps, self.values, strict=True) if value is not None]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the columns, with the values rounded to the digits that a chart can show."""
+        values = [None if value is None else float(f"{value:.7g}") for value in self.values]
+        return {"steps": self.steps, "values": values, "times": self.times}
+
+
+@dataclass
+class Curves:
+    """All metrics of a run, by `<prefix>/<name>`."""
+
+    run: RunFiles
+    by_name: dict[str, Curve] = field(default_factory=dict)
+    """The curves that were read so far."""
+    trained_at: float | None = None
+    """Seconds since 1970 of the last training step; None without one, or if the file has no times."""
+    _read_to: int = 0
+    _last_trained: int = 0
+    _repeated: set[str] = field(default_factory=set)
+    """Curves that went back by themselves since the last training step."""
+
+    def read(self) -> bool:
+        """Read the lines that are new since the last call; return whether there were any."""
+        start = self._read_to
+        for row, end in self.run.metric_rows(self._read_to):
+            self._read_to = end
+            prefix, step, time = str(row.get("prefix", "")), row.get("step"), finite(row.get("time"))
+            if not isinstance(step, int) or abs(step) > _LARGEST:
+                continue
+            if prefix == _TRAINING:
+                self._train(step, time)
+            for name, value in row["metrics"].items():
+                if value is None or isinstance(value, (int, float)):
+                    self._add(f"{prefix}/{name}" if prefix else name, step, value, time)
+        return self._read_to > start
+
+    def _train(self, step: int, time: float | None) -> None:
+        """Remove what a run has taken back that goes on from an earlier checkpoint."""
+        if step < self._last_trained:
+            for name, curve in self.by_name.items():
+                if not name.startswith(_OF_SECONDS):
+                    curve.cut(step + 1 if name in self._repeated else step)
+            self.by_name = {name: curve for name, curve in self.by_name.items() if curve.steps}
+        self._last_trained, self.trained_at = step, time
+        self._repeated.clear()
+
+    def _add(self, name: str, step: int, value: float | None, time: float | None) -> None:
+        curve = self.by_name.setdefault(name, Curve())
+        if not curve.steps or curve.steps[-1] >= step:
+            self._repeated.add(name)
+        curve.add(step, value, time)
+
+    def get(self, name: str) -> Curve:
+        """Return a curve; an empty one if the metric does not exist."""
+        return self.by_name.get(name, Curve())
+
+    @property
+    def last_time(self) -> float | None:
+        """Seconds since 1970 of the last metric; None if the file has no times."""
+        return max((curve.times[-1] or 0.0 for curve in self.by_name.values()), default=0.0) or None
+
+    @property
+    def last_step(self) -> int:
+        """The last training step with metrics; 0 without one."""
+        return max((curve.steps[-1] for name, curve in self.by_name.items() if name.startswith("train/")), default=0)

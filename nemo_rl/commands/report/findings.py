@@ -1,0 +1,332 @@
+"""Find problems of a run in its curves, and describe them in plain sentences.
+
+Each rule reads the curves and returns one finding or none. Invariant: each threshold is written once, in its rule, and
+the text of the finding contains it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, median, pstdev
+from typing import Any, Literal
+
+from nemo_rl.commands.report.curves import Curves
+
+_METRICS = "docs/algorithms/grpo.md, section Metrics"
+_FEW = 5
+"""Steps at the start of a run with which later ones are compared."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One observation about a run."""
+
+    level: Literal["problem", "warning", "note"]
+    """Importance. "problem": results are wrong or training is disturbed; "warning": they may be; "note": all others."""
+    title: str
+    """The observation in a few words."""
+    text: str
+    """Figures, the threshold, and advice."""
+    metric: str
+    """Name of the curve that shows it."""
+    steps: tuple[int, int]
+    """First and last step that it is about."""
+    guide: str = _METRICS
+    """Page of the documentation."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields by name."""
+        return asdict(self)
+
+
+type Points = Sequence[tuple[int, float]]
+type Rule = Callable[[Curves], Finding | None]
+
+
+def find(curves: Curves, algorithm: str = "") -> list[Finding]:
+    """Return the findings of a run, problems first.
+
+    Args:
+        curves: metrics of the run.
+        algorithm: name of its algorithm's section; a distillation is not trained on rewards, so rules about them are
+            left out.
+    """
+    rules = [rule for rule in RULES if algorithm not in _WITHOUT_REWARDS or rule not in _ABOUT_REWARDS]
+    found = [finding for rule in rules if (finding := rule(curves)) is not None]
+    return sorted(found, key=lambda finding: ("problem", "warning", "note").index(finding.level))
+
+
+def _bounds(points: Points) -> tuple[int, int]:
+    return points[0][0], points[-1][0]
+
+
+def _sum(points: Points) -> float:
+    return sum(value for _, value in points)
+
+
+def _most(points: Points) -> float:
+    return max(value for _, value in points)
+
+
+def _above(curves: Curves, name: str, threshold: float) -> Points:
+    return [point for point in curves.get(name).known if point[1] > threshold]
+
+
+def not_finite(curves: Curves) -> Finding | None:
+    """A number of the update is not finite."""
+    for name in ("train/loss", "train/grad_norm", "train/token_mult_prob_error", "train/critic/loss"):
+        curve = curves.get(name)
+        steps = [step for step, value in zip(curve.steps, curve.values, strict=True) if value is None]
+        if steps:
+            return Finding(
+                "problem",
+                "A number is not finite",
+                f"{name} is infinite or no number in {len(steps)} steps. Lower the learning rate; look at the first of "
+                "these steps.",
+                name,
+                (steps[0], steps[-1]),
+            )
+    return None
+
+
+def engine_mismatch(curves: Curves) -> Finding | None:
+    """Trainer and engine give the sampled tokens other probabilities."""
+    name, most = "train/token_mult_prob_error", 1.05
+    ages = dict(curves.get("train/max_trajectory_age").known)
+    over = [point for point in _above(curves, name, most) if not ages.get(point[0])]
+    if not over:
+        return None
+    return Finding(
+        "problem",
+        "Trainer and engine disagree",
+        f"token_mult_prob_error is above {most} in {len(over)} steps with answers of the current weights, at most "
+        f"{_most(over):.4g}; 1 is perfect. Look for another number format, a changed chat template, or weights that an "
+        "engine did not get.",
+        name,
+        _bounds(over),
+        "docs/start/faq.md",
+    )
+
+
+def entropy_collapse(curves: Curves) -> Finding | None:
+    """The policy stops exploring."""
+    name, share, least = "train/approx_entropy", 0.1, 0.02
+    points = curves.get(name).known
+    if len(points) < 2 * _FEW:
+        return None
+    start, end = fmean(v for _, v in points[:_FEW]), fmean(v for _, v in points[-_FEW:])
+    if end > max(share * start, least) or end > start / 2:
+        return None
+    low = [point for point in points if point[1] <= max(share * start, least)]
+    return Finding(
+        "warning",
+        "The entropy has collapsed",
+        f"approx_entropy fell from {start:.3g} to {end:.3g} nats a token, below a tenth of its start or {least}. "
+        "The policy hardly explores any more. Lower the learning rate, raise ratio_clip_max, or add a KL term.",
+        name,
+        _bounds(low),
+    )
+
+
+def kl_spike(curves: Curves) -> Finding | None:
+    """The distance to the reference jumps."""
+    name, times, least = "train/kl_penalty", 10.0, 0.1
+    points = [point for point in curves.get(name).known if point[1] != 0]
+    if len(points) < 2 * _FEW:
+        return None
+    usual = median(value for _, value in points)
+    spikes = [point for point in points if point[1] > max(times * usual, least)]
+    if not spikes:
+        return None
+    return Finding(
+        "warning",
+        "The KL divergence spikes",
+        f"kl_penalty is more than {times:g} times its median of {usual:.3g}, and more than {least}, in {len(spikes)} "
+        f"steps, at most {_most(spikes):.3g}. Lower the learning rate or the gradient's bound.",
+        name,
+        _bounds(spikes),
+    )
+
+
+def gradient_spike(curves: Curves) -> Finding | None:
+    """The gradient jumps."""
+    name, times = "train/grad_norm", 20.0
+    points = curves.get(name).known
+    if len(points) < 2 * _FEW:
+        return None
+    points = points[_FEW:]  # the first steps of a new head have large gradients
+    usual = median(value for _, value in points)
+    spikes = [point for point in points if usual > 0 and point[1] > times * usual]
+    if not spikes:
+        return None
+    return Finding(
+        "warning",
+        "The gradient norm spikes",
+        f"grad_norm is more than {times:g} times its median of {usual:.3g} in {len(spikes)} steps, at most "
+        f"{_most(spikes):.3g}.",
+        name,
+        _bounds(spikes),
+    )
+
+
+def skipped_updates(curves: Curves) -> Finding | None:
+    """Updates were dropped."""
+    for name, whose in (("train/skipped_updates", ""), ("train/critic/skipped_updates", " of the critic")):
+        over = _above(curves, name, 0)
+        if over:
+            return Finding(
+                "problem",
+                "Updates were skipped",
+                f"{_sum(over):g} updates{whose} in {len(over)} steps had a gradient that is not finite, or no token "
+                "that counts.",
+                name,
+                _bounds(over),
+            )
+    return None
+
+
+def useless_critic(curves: Curves) -> Finding | None:
+    """The critic does not learn to predict the returns."""
+    name, least = "train/critic/explained_var", 0.1
+    points = curves.get(name).known
+    if len(points) < 2 * _FEW or _most(points) >= least:
+        return None
+    return Finding(
+        "warning",
+        "The critic predicts nothing",
+        f"explained_var is below {least} in all {len(points)} steps, at most {_most(points):.3g}; 1 is perfect, and 0 "
+        "is no better than a constant. Raise value.optimizer.kwargs.lr, or train the critic alone at first with "
+        "ppo.policy_training_start_step.",
+        name,
+        _bounds(points),
+        "docs/algorithms/ppo.md, section Metrics",
+    )
+
+
+def truncation(curves: Curves) -> Finding | None:
+    """Answers are cut off."""
+    name, most = "train/truncation_rate", 0.2
+    over = _above(curves, name, most)
+    num_steps = len(curves.get(name).known)
+    if len(over) < max(2, num_steps / 10):
+        return None
+    return Finding(
+        "warning",
+        "Many answers are cut off",
+        f"More than {most:.0%} of the answers reach a length limit in {len(over)} of {num_steps} steps, at most "
+        f"{_most(over):.0%}. Raise policy.generation.max_new_tokens or the sequence length, or "
+        "shape the reward by length.",
+        name,
+        _bounds(over),
+    )
+
+
+def reward_errors(curves: Curves) -> Finding | None:
+    """Samples could not be graded."""
+    name, few = "train/num_reward_errors", 0.01
+    over = _above(curves, name, 0)
+    if not over:
+        return None
+    number, total = _sum(over), _sum(curves.get("train/num_samples").known)
+    return Finding(
+        "warning" if number < few * total else "problem",
+        "Samples could not be graded",
+        f"{number:g} samples in {len(over)} steps have an error in place of a reward. Filter "
+        "the rollouts by the outcome reward_error to see why.",
+        name,
+        _bounds(over),
+    )
+
+
+def nothing_to_learn(curves: Curves) -> Finding | None:
+    """All rewards of a step are equal."""
+    low, high = curves.get("train/min_total_reward").known, dict(curves.get("train/max_total_reward").known)
+    equal = [(step, value) for step, value in low if high.get(step) == value]
+    if not low or len(equal) < max(2, len(low) // 10):
+        return None
+    return Finding(
+        "warning",
+        "Steps without a difference of rewards",
+        f"In {len(equal)} of {len(low)} steps all samples have the same reward, so there is nothing to learn. Choose "
+        "problems that are neither too easy nor too hard, or use dynamic sampling.",
+        "train/reward",
+        _bounds(equal),
+    )
+
+
+def no_progress(curves: Curves) -> Finding | None:
+    """The reward does not rise."""
+    name, enough = "train/reward", 20
+    points = curves.get(name).known
+    if len(points) < enough:
+        return None
+    quarter = len(points) // 4
+    start, end = ([value for _, value in part] for part in (points[:quarter], points[-quarter:]))
+    if fmean(end) > fmean(start) + 0.5 * pstdev(start):
+        return None
+    return Finding(
+        "note",
+        "The reward does not rise",
+        f"The mean reward is {fmean(start):.3g} in the first quarter of the steps and {fmean(end):.3g} in the last, "
+        "which is not more than half a standard deviation above it.",
+        name,
+        _bounds(points),
+    )
+
+
+def preemptions(curves: Curves) -> Finding | None:
+    """The engines run out of memory for keys and values."""
+    name = "generation/num_preemptions"
+    over = _above(curves, name, 0)
+    if not over:
+        return None
+    return Finding(
+        "note",
+        "Engines interrupt requests for lack of memory",
+        f"{_sum(over):g} requests in {len(over)} steps were computed again, because the "
+        "key-value cache was full. Give engines more memory, or fewer requests at a time.",
+        name,
+        _bounds(over),
+        "docs/algorithms/overlap.md",
+    )
+
+
+def idle_shares(curves: Curves) -> Finding | None:
+    """Trainer or engines wait for most of the time."""
+    most, found = 0.6, {}
+    for part in ("trainer", "engines"):
+        points = curves.get(f"idle/{part}").known[1:]
+        if points and fmean(value for _, value in points) > most:
+            found[part] = points
+    if not found:
+        return None
+    part, points = max(found.items(), key=lambda item: fmean(value for _, value in item[1]))
+    verb = "is" if part == "trainer" else "are"
+    return Finding(
+        "note",
+        f"The {part} {verb} idle for most of the time",
+        f"The {part} had no work for {fmean(value for _, value in points):.0%} of the time (more than {most:.0%}). "
+        "Overlap of sampling and training may help.",
+        f"idle/{part}",
+        _bounds(points),
+        "docs/algorithms/overlap.md",
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    not_finite,
+    engine_mismatch,
+    skipped_updates,
+    reward_errors,
+    entropy_collapse,
+    kl_spike,
+    gradient_spike,
+    useless_critic,
+    truncation,
+    nothing_to_learn,
+    no_progress,
+    preemptions,
+    idle_shares,
+)
+
+_WITHOUT_REWARDS = ("distillation",)
+_ABOUT_REWARDS = (nothing_to_learn, no_progress)

@@ -1,0 +1,123 @@
+"""Everything that the page shows of one run, as JSON."""
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_rl.commands.report.curves import Curves
+from nemo_rl.commands.report.findings import find
+from nemo_rl.commands.report.phases import phases_of
+from nemo_rl.commands.report.run_files import RunFiles
+from nemo_rl.commands.report.sample_index import READ_ERRORS, SampleIndex
+from nemo_rl.commands.report.sample_lines import COLUMNS
+from nemo_rl.commands.report.token_texts import TokenTexts
+
+_SHOWN_KEYS = {
+    "model": "policy.model_name",
+    "training backend": "policy.megatron_cfg.enabled",
+    "engine": "policy.generation.backend",
+    "device": "cluster.device",
+    "nodes": "cluster.num_nodes",
+    "prompts a step": "{}.num_prompts_per_step",
+    "answers a prompt": "{}.num_generations_per_prompt",
+    "samples an update": "policy.train_global_batch_size",
+    "learning rate": "policy.optimizer.kwargs.lr",
+    "seed": "{}.seed",
+}
+"""Facts at the top of the page, by dotted keys; `{}` is the algorithm's section."""
+
+
+@dataclass
+class RunView:
+    """One run, which may still go on."""
+
+    run: RunFiles
+    curves: Curves = field(init=False)
+    samples: SampleIndex = field(init=False)
+    _texts: TokenTexts | None = None
+
+    def __post_init__(self) -> None:
+        self.curves, self.samples = Curves(self.run), SampleIndex(self.run)
+
+    def read(self, most_files: int | None = None) -> bool:
+        """Read new metrics and samples; return whether there were any.
+
+        Args:
+            most_files: largest number of files of samples to read; None: all.
+        """
+        has_metrics, has_samples = self.curves.read(), self.samples.read(most_files)
+        self.samples.last_step = self._last_sampled()
+        return has_metrics or has_samples
+
+    def _last_sampled(self) -> int | None:
+        """Return the last step whose training samples are of use; None if the run has logged no step.
+
+        Samples are written before the metrics of their step, and stay if it fails.
+        """
+        last, time = self.curves.last_step, self.curves.trained_at
+        if not last:
+            return None
+        return last + 1 if time is not None and self.samples.is_newer(last + 1, time) else last
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything but the samples."""
+        return {
+            "name": self.run.name,
+            "folder": str(self.run.folder),
+            "status": self._status(),
+            "facts": self._facts(),
+            "config": self.run.flat_config,
+            "curves": {name: curve.as_json() for name, curve in sorted(self.curves.by_name.items())},
+            "num_samples": self.samples.num_known,
+            "phases": phases_of(self.curves),
+            "findings": [finding.as_json() for finding in find(self.curves, self.run.algorithm)],
+        }
+
+    def detail(self, number: int) -> dict[str, Any]:
+        """Return a sample with the texts of its tokens; it raises as `SampleIndex.detail`."""
+        detail = self.samples.detail(number)
+        tokens = detail["tokens"]
+        if tokens:
+            if self._texts is None:
+                self._texts = TokenTexts(self.run)
+            tokens["texts"] = self._texts.of(tokens["ids"])
+        return detail
+
+    def samples_as_json(self, num_listed: int, num_details: int) -> dict[str, Any]:
+        """Return the summaries of samples, and the conversation and tokens of some of them.
+
+        Args:
+            num_listed: largest number of summaries; of more samples, whole groups are chosen evenly over the steps.
+            num_details: largest number of samples with conversation and tokens.
+        """
+        listed = self.samples.chosen(num_listed)
+        return {
+            "columns": ["number", *COLUMNS],
+            "rows": self.samples.rows_of(listed),
+            "known": len(self.samples),
+            "num_damaged": self.samples.num_damaged,
+            "details": dict(self._details(self.samples.chosen(num_details, listed))),
+        }
+
+    def _details(self, numbers: Sequence[int]) -> Iterator[tuple[str, Any]]:
+        for number in numbers:
+            with contextlib.suppress(IndexError, *READ_ERRORS):  # its file was written again meanwhile
+                yield str(number), self.detail(number)
+
+    def _status(self) -> dict[str, Any]:
+        record, last, most = self.run.record(), self.curves.last_step, self.run.max_steps
+        status = {name: record.get(name) for name in ("status", "started", "ended", "error", "host", "version")}
+        command = record.get("command")
+        words = [str(word) for word in command] if isinstance(command, list) else []
+        return status | {"step": last, "max_steps": most, "command": words, "last_time": self.curves.last_time}
+
+    def _facts(self) -> dict[str, Any]:
+        config = self.run.flat_config
+        facts = {name: config.get(key.format(self.run.algorithm)) for name, key in _SHOWN_KEYS.items()}
+        if config:
+            facts["training backend"] = "Megatron Core" if facts["training backend"] else "DTensor"
+        if isinstance(facts["model"], str):
+            facts["model"] = os.path.basename(facts["model"].rstrip("/")) or facts["model"]
+        return {"algorithm": self.run.algorithm or None} | facts

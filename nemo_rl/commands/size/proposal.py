@@ -1,0 +1,194 @@
+"""Join the sizes of all models and engines of a run to a proposal that fits.
+
+Models next to the policy come first, then the policy, then the engines in the memory that is left. If no engine fits
+next to the fastest sizes of the policy, the next ones are tried. Invariant: a proposal has passed the rules of the
+configuration, the checks of its backends and the forecast of memory that `--dry-run` makes.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from nemo_rl.algorithms.setup.memory_forecast import USABLE_SHARE, MemoryForecast, forecast_memory
+from nemo_rl.algorithms.setup.preflight import check_backends
+from nemo_rl.commands.size.candidates import MOST_TOKENS, batching, rows_of_a_rank, values_of
+from nemo_rl.commands.size.engines import EngineChoice, engine_choices
+from nemo_rl.commands.size.jobs import Job, with_values
+from nemo_rl.commands.size.machines import Gpu
+from nemo_rl.commands.size.search import HEADROOM, Fitting, Search
+from nemo_rl.config import MasterConfig, PolicyGradientMasterConfig, RolloutMasterConfig
+from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.models.capacity.hub_configs import with_local_configs
+from nemo_rl.utils.errors import ConfigError
+
+_OF_ENGINES = ("engine's weights", "engine's workspace", "key-value cache")
+_MOST_TRIED = 60
+"""Sizes of the policy that are tried with engines, without those whose layout left engines no room."""
+_LARGER_PASSES = (4, 2)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Sizes of a run that fit."""
+
+    values: Mapping[str, Any]
+    """Values by dotted key."""
+    config: MasterConfig
+    """The run with these values, and with model configurations that exist on this machine."""
+    models: Mapping[str, Fitting]
+    """The sizes of each model, by name."""
+    searches: Mapping[str, Search]
+    """The search that found the sizes of each model, by name."""
+    engine: EngineChoice | None
+    """Sizes of the engines; None if nothing is sampled."""
+    forecast: MemoryForecast
+    """Predicted memory."""
+    headroom: float
+    """Largest share of the usable memory that models may need."""
+
+    @property
+    def train_seconds(self) -> float:
+        """Estimated seconds of all updates of a step, and of the passes of other models."""
+        return sum(fitting.seconds.total * updates_of_a_step(self.config) for fitting in self.models.values())
+
+    @property
+    def seconds(self) -> float:
+        """Estimated seconds of a step: sampling and training, or the longer of them with an overlap."""
+        sampling = self.engine.seconds if self.engine else 0.0
+        overlaps = isinstance(self.config, RolloutMasterConfig) and self.config.algorithm.overlap.mode != "none"
+        return max(sampling, self.train_seconds) if overlaps else sampling + self.train_seconds
+
+
+def updates_of_a_step(config: MasterConfig) -> int:
+    """Return the optimizer updates of a step."""
+    if not isinstance(config, RolloutMasterConfig):
+        return 1
+    samples = config.algorithm.num_prompts_per_step * config.algorithm.num_generations_per_prompt
+    return max(samples // config.policy.train_global_batch_size, 1)
+
+
+def described(config: MasterConfig, gpu: Gpu) -> MasterConfig:
+    """Return a copy of a run whose model configurations exist on this machine and whose cluster has these GPUs.
+
+    Raises:
+        ConfigError: the sizes of the run cannot be searched.
+    """
+    if not config.cluster.uses_gpu:
+        raise ConfigError(
+            "cluster.device=cpu: sizes are predicted for GPUs only. Size the run for GPUs with cluster.device=cuda and "
+            "cluster.gpus_per_node."
+        )
+    return with_values(with_local_configs(config), {"cluster.gpu_memory_gb": gpu.memory_gib})
+
+
+def propose(config: MasterConfig, gpu: Gpu, refused: list[str] | None = None) -> Proposal | None:
+    """Find the fastest sizes that fit; None if nothing does.
+
+    Args:
+        config: the run, as `described` returns it, perhaps with changed keys.
+        gpu: the GPUs.
+        refused: gets the errors of backends that refused sizes which fit.
+
+    Raises:
+        ConfigError: a model or backend cannot be described.
+    """
+    errors = [] if refused is None else refused
+    found = (_Placement(config, gpu, headroom, errors).find() for headroom in (HEADROOM, 1.0))
+    return next(filter(None, found), None)
+
+
+@dataclass(frozen=True)
+class _Placement:
+    config: MasterConfig
+    gpu: Gpu
+    headroom: float
+    refused: list[str]
+
+    @property
+    def device(self) -> float:
+        """Bytes of a GPU."""
+        return self.gpu.memory_gib * 2**30
+
+    def find(self) -> Proposal | None:
+        """Find the sizes of the other models, then those of the policy and of the engines; None if nothing fits."""
+        values: dict[str, Any] = {"cluster.gpu_memory_gb": self.gpu.memory_gib}
+        models, searches = {}, {}
+        for name in (name for name in self.config.models if name != "policy"):
+            search = Search.of(Job(with_values(self.config, values), name, self.gpu), self.headroom)
+            placed = next(search.fitting(), None)
+            if placed is None:
+                return None
+            models[name], searches[name] = placed, search
+            values |= values_of(search.job, placed.candidate)
+        search = Search.of(Job(with_values(self.config, values), "policy", self.gpu), self.headroom)
+        searches["policy"] = search
+        without_room: set[tuple[ParallelLayout, bool]] = set()
+        for fitting in islice(search.fitting(without_room), _MOST_TRIED):
+            chosen = values | values_of(search.job, fitting.candidate)
+            engines = self._engines(search.job, chosen)
+            if not engines:  # what a layout keeps on its devices is the same for all microbatches
+                without_room.add((fitting.candidate.layout, fitting.candidate.offload))
+                continue
+            found = self._complete(search.job, fitting, chosen, engines)
+            if found is not None:
+                more, engine, forecast = found
+                changed = with_values(self.config, more)
+                models["policy"] = fitting
+                return Proposal(more, changed, models, searches, engine, forecast, self.headroom)
+        return None
+
+    def _engines(self, job: Job, chosen: Mapping[str, Any]) -> Sequence[EngineChoice | None]:
+        """Return the engines that fit next to sizes of the models; one None for a run without engines."""
+        config = with_values(self.config, chosen)
+        if config.policy.generation is None:
+            return [None]
+        return engine_choices(job, config, self._reserved(forecast_memory(config, self.device)))
+
+    def _complete(
+        self, job: Job, fitting: Fitting, chosen: dict[str, Any], engines: Sequence[EngineChoice | None]
+    ) -> tuple[dict[str, Any], EngineChoice | None, MemoryForecast] | None:
+        """Add microbatches of log-prob passes and engines to sizes of the models; None if they are refused."""
+        if not self._is_proven(with_values(self.config, chosen)):
+            return None
+        chosen = chosen | self._passes(job, fitting, chosen)
+        for engine in engines:
+            values = chosen | (engine.values() if engine else {})
+            config = with_values(self.config, values)
+            if next(iter(config.findings()), None) is not None:
+                continue
+            forecast = forecast_memory(config, self.device)
+            if not forecast.shortfalls:
+                return values, engine, forecast
+        return None
+
+    def _passes(self, job: Job, fitting: Fitting, chosen: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the largest microbatch of log-prob passes that fits, up to four times that of training."""
+        config, candidate = with_values(self.config, chosen), fitting.candidate
+        if not (isinstance(config, PolicyGradientMasterConfig) or config.keeps_reference):
+            return {}
+        most = min(MOST_TOKENS * candidate.layout.cp // job.length, rows_of_a_rank(job, candidate.layout))
+        for factor in _LARGER_PASSES:
+            values = batching(job, candidate.rows, candidate.rows * factor)
+            if candidate.rows * factor > most:
+                continue
+            forecast = forecast_memory(with_values(config, values), self.device)
+            held = (sum(plan.moments.get("log-probs", {}).values()) for plan in forecast.groups.values())
+            if max(held) <= self.device * USABLE_SHARE * self.headroom:
+                return values
+        return {}
+
+    def _reserved(self, forecast: MemoryForecast) -> float:
+        """Return the bytes that models and a weight sync need on an engine's device."""
+        shared = [plan for plan in forecast.groups.values() if "generation" in plan.moments]
+        held = [plan.moments.get("weight sync", {}) for plan in shared]
+        return max(sum(size for kind, size in each.items() if kind not in _OF_ENGINES) for each in held)
+
+    def _is_proven(self, config: MasterConfig) -> bool:
+        """Return whether the backends accept the models; the check includes proofs on small models."""
+        try:
+            check_backends(config.models, config.model_cluster)
+        except ConfigError as error:
+            self.refused.append(str(error))
+            return False
+        return True

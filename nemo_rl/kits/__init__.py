@@ -1,0 +1,1 @@
+"""Ready-made environments beyond mathematics: tools, code, judges, games, and environments of other libraries."""

@@ -1,0 +1,152 @@
+"""Grade a solution with tests that it cannot read, change or answer for.
+
+    OutputTests   one sandbox for each input; what it prints is compared here
+    CallTests     two sandboxes that know each other only through two pipes:
+                     solution: runs the model's code, gets arguments, sends results as plain data
+                     checks:   runs the tests, counts, and writes the counts into a file of its own
+
+Invariant: no code of the solution runs where a test or a verdict is.
+"""
+
+import json
+import os
+import struct
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+
+from nemo_rl.kits.code.blocks import without_mark
+from nemo_rl.kits.code.programs import compiled
+from nemo_rl.kits.code.tests import CallTests, OutputTests, Tests
+from nemo_rl.sandbox import End, Outcome, Program, Sandbox
+
+_COUNTS = struct.Struct("<QQQ?")
+_START_ALLOWANCE_S = 30.0
+_SOLUTION = ("solution", "peer", "offers", "heap", "values")
+_CHECKS = ("checks", "counting", "program_tests", "peer", "offers", "heap", "values")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Result of the checks of a solution."""
+
+    num_passed: int
+    """Checks passed."""
+    num_checks: int
+    """All checks; those that a solution prevented from running count as failed."""
+    end: End = End.EXITED
+    """Why its program ended, the first one that did not end by itself."""
+
+    @property
+    def share(self) -> float:
+        """Share of the checks passed."""
+        return self.num_passed / self.num_checks
+
+    @property
+    def is_right(self) -> bool:
+        """True if all checks passed."""
+        return self.num_passed == self.num_checks
+
+
+class Grader:
+    """Grades solutions; safe to use from several threads at once.
+
+    Args:
+        sandbox: Where solutions run, with their limits: of each input, or of all calls together.
+    """
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self._sandbox = sandbox
+        waiting_for_solution_s = sandbox.limits.wall_time_s + _START_ALLOWANCE_S
+        limits = replace(sandbox.limits, wall_time_s=waiting_for_solution_s)
+        self._checks_sandbox = Sandbox(limits, sandbox.mechanism)
+
+    def grade(self, solution: str, tests: Tests) -> Verdict:
+        """Grade the source code of a solution.
+
+        Raises:
+            SandboxError: It could not be locked up, so it did not run.
+        """
+        solution = without_mark(solution)
+        if isinstance(tests, OutputTests):
+            return self._grade_outputs(solution, tests)
+        return self._grade_calls(solution, tests)
+
+    def _grade_outputs(self, solution: str, tests: OutputTests) -> Verdict:
+        outcomes = [self._sandbox.run(Program(solution, stdin=text.encode())) for text in tests.inputs]
+        pairs = zip(outcomes, tests.outputs, strict=True)
+        num_passed = sum(one.succeeded and _lines(one.stdout) == _lines(expected) for one, expected in pairs)
+        ends = [one.end for one in outcomes if one.end is not End.EXITED]
+        return Verdict(num_passed, len(outcomes), ends[0] if ends else End.EXITED)
+
+    def _grade_calls(self, solution: str, tests: CallTests) -> Verdict:
+        with ExitStack() as open_descriptors:
+            requests, requests_in, answers, answers_in = (
+                _Descriptor(number, open_descriptors) for number in (*os.pipe(), *os.pipe())
+            )
+            verdict = _Descriptor(os.memfd_create("verdict"), open_descriptors)
+            code = solution.encode(errors="surrogatepass")
+            served = _program(_SOLUTION, {"solution_code.py": code}, requests, answers_in)
+            plan = json.dumps(asdict(tests)).encode()
+            checks = _program(_CHECKS, {"tests.json": plan}, answers, requests_in, verdict)
+            outcome = self._run_both(served, checks, answers_in)
+            counts = os.pread(verdict.number, _COUNTS.size, 0)
+        return Verdict(*_counted(counts), outcome.end)
+
+    def _run_both(self, served: Program, checks: Program, answers_in: "_Descriptor") -> Outcome:
+        """Run both programs; return what came of the solution."""
+        done, failed = threading.Event(), threading.Event()
+        with ThreadPoolExecutor(1, thread_name_prefix="checks") as thread:
+            checking = thread.submit(self._run_checks, checks, done, failed)
+            outcome = None
+            try:
+                outcome = self._sandbox.run(served, cancelled=done)
+            finally:
+                if outcome is None:
+                    failed.set()
+                answers_in.close()  # the checks now see that no answer will come
+            checking.result()
+        return outcome if outcome.end is not End.CANCELLED else replace(outcome, end=End.EXITED)
+
+    def _run_checks(self, checks: Program, done: threading.Event, failed: threading.Event) -> Outcome:
+        try:
+            return self._checks_sandbox.run(checks, cancelled=failed)
+        finally:
+            done.set()
+
+
+class _Descriptor:
+    """An open file descriptor, closed once."""
+
+    def __init__(self, number: int, open_descriptors: ExitStack) -> None:
+        self.number = number
+        self._is_open = True
+        open_descriptors.callback(self.close)
+
+    def close(self) -> None:
+        """Close it, unless it is closed already."""
+        if self._is_open:
+            self._is_open = False
+            os.close(self.number)
+
+
+def _program(modules: tuple[str, ...], files: dict[str, bytes], *descriptors: _Descriptor) -> Program:
+    """Return a program that calls `main` of the first module."""
+    numbers = tuple(one.number for one in descriptors)
+    files = {**files, **{f"{name}.pyc": compiled(name) for name in modules}}
+    source = f"import os, sys\nsys.path.insert(0, os.getcwd())\nimport {modules[0]}\n{modules[0]}.main{numbers}\n"
+    return Program(source, arguments=tuple(map(str, numbers)), files=files, inherited=numbers)
+
+
+def _counted(counts: bytes) -> tuple[int, int]:
+    """Return the passed checks and all checks; at least one failed if the tests did not reach their end."""
+    if len(counts) < _COUNTS.size:
+        return 0, 1
+    passed, failed, num_known, finished = _COUNTS.unpack(counts)
+    missing = 0 if finished or failed else 1
+    return passed, max(passed + failed + missing, num_known, 1)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]

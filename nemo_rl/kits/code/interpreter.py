@@ -1,0 +1,95 @@
+"""Run blocks of code of an episode, so that later blocks see the variables of earlier ones."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.config.schema.sandbox import SandboxKeys
+from nemo_rl.kits.code.inside.values import COMPLETED, RAISED, NotPlainError, encode
+from nemo_rl.kits.code.programs import source_of
+from nemo_rl.sandbox import End, Limits, Outcome, Program
+from nemo_rl.utils.errors import DataError
+
+_LEFT_OUT = "\n... {} characters left out ...\n"
+
+
+def program_of(
+    blocks: Sequence[str], context: Mapping[str, Any], working_dir: str | None = None, max_bytes: int = 0
+) -> Program:
+    """Return one fresh program that runs blocks; its output is that of the last one.
+
+    Nothing of a block lives on in a process: the earlier ones run again, which any process of the environment can do
+    after a restart. They have to give the same variables again, so random numbers need a seed.
+
+    Args:
+        blocks: Code of the episode, oldest first.
+        context: Variables that the first block starts with: plain data.
+        working_dir: A folder whose files are copied into the scratch folder.
+        max_bytes: Most bytes of these files.
+
+    Raises:
+        DataError: A variable is no plain data, or the folder is too large.
+    """
+    try:
+        start = encode(dict(context))
+    except NotPlainError as error:
+        raise DataError(f"The context of a sample must be plain data of Python: {error}.") from error
+    session = json.dumps({"blocks": list(blocks), "context": start}).encode()
+    files = {"session.json": session, "values.py": source_of("values").encode()}
+    given = files_of(working_dir, max_bytes) if working_dir else {}
+    return Program(source_of("session"), files={**given, **files})
+
+
+def came_to_end(outcome: Outcome) -> bool:
+    """Return whether all blocks ran to their end, also with an exception; others would end every later run too."""
+    return outcome.end is End.EXITED and outcome.exit_code in (COMPLETED, RAISED)
+
+
+def limits_of(keys: SandboxKeys, *, wall_time_s: float, cpu_time_s: float) -> Limits:
+    """Return the limits of one program."""
+    return Limits(
+        wall_time_s=wall_time_s,
+        cpu_time_s=cpu_time_s,
+        memory_mb=keys.memory_mb,
+        processes=keys.max_processes,
+        file_mb=keys.file_mb,
+        scratch_mb=keys.scratch_mb,
+        output_bytes=keys.output_bytes,
+    )
+
+
+def files_of(folder: str, max_bytes: int) -> dict[str, bytes]:
+    """Return the content of all files below a folder by relative path.
+
+    Raises:
+        DataError: The folder does not exist, or holds more than `max_bytes`.
+    """
+    place = Path(folder)
+    if not place.is_dir():
+        raise DataError(f"working_dir {folder!r} of a sample is no folder.")
+    paths = [Path(parent) / name for parent, _, names in os.walk(place) for name in names]
+    paths = [path for path in paths if path.is_file() and not path.is_symlink()]
+    if (total := sum(path.stat().st_size for path in paths)) > max_bytes:
+        raise DataError(f"working_dir {folder!r} holds {total} bytes, more than the scratch folder ({max_bytes}).")
+    return {str(path.relative_to(place)): path.read_bytes() for path in paths}
+
+
+def text_of_outcome(outcome: Outcome) -> str:
+    """Return what a model is told about a run: its output, an error, and the limit that ended it."""
+    text = (outcome.stdout + outcome.stderr).strip("\n")
+    if outcome.end is not End.EXITED:
+        text += f"\nThe program was ended: it went beyond the limit of {outcome.end}."
+    elif outcome.exit_code > 128:
+        text += f"\nThe program was ended by signal {outcome.exit_code - 128}."
+    return text
+
+
+def observation_of(outcome: Outcome, max_chars: int) -> str:
+    """Return the observation after a run; the middle of a long output is left out."""
+    text = text_of_outcome(outcome)
+    if len(text) > max_chars:
+        half = max_chars // 2
+        text = text[:half] + _LEFT_OUT.format(len(text) - 2 * half) + text[-half:]
+    return f"<result>\n{text.strip()}\n</result>"

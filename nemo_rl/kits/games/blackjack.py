@@ -1,0 +1,114 @@
+"""Blackjack against a dealer with fixed rules, from an endless deck: a game of chance with a known optimal policy.
+
+The rules are those of Sutton and Barto, Reinforcement Learning: An Introduction (2nd edition), example 5.1. Invariant:
+the hands at the start follow from the seed of the row, every later card from the seed of the episode.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from nemo_rl.config.schema.games import BlackjackConfig
+from nemo_rl.kits.games.text_game import GameEnvironment, GameStart, GameTurn, TextGame, observed
+from nemo_rl.utils.seed import derive_seed
+
+CARDS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 10, 10, 10)
+"""Values of the thirteen ranks, all equally likely; 1 is the ace."""
+DEALER_STANDS_AT = 17
+HELD_OUT_ONE_IN = 10
+"""One start in ten belongs to episodes of validation only."""
+
+RULES = (
+    "Blackjack: come closer to 21 than the dealer, but not above. The ace A counts 11 if the sum allows it, else 1. "
+    f"The dealer draws until at least {DEALER_STANDS_AT}. Actions: hit (draw a card), stand.\n"
+    "Answer with one action, for example <action>hit</action>"
+)
+
+
+class BlackjackGame(TextGame):
+    """The game; the player wins 1, loses 1, or gets 0 for equal hands.
+
+    Starts with 21 in the first two cards are left out, because nothing is to decide. A dealer with 21 in two cards
+    beats 21 in more.
+    """
+
+    results: ClassVar[Sequence[str]] = ("won", "drawn", "lost")
+    out_of_moves_reward: ClassVar[float] = -1.0
+
+    def start(self, seed: int, split: str, episode_seed: int) -> GameStart:
+        """Deal hands of the split; one start in ten belongs to validation, all others to training."""
+        rng = random.Random(derive_seed(seed, "blackjack"))
+        while True:
+            player, shown = [rng.choice(CARDS), rng.choice(CARDS)], rng.choice(CARDS)
+            is_natural = hand_value(player)[0] == 21
+            if not is_natural and is_held_out(player, shown) == (split == "validation"):
+                break
+        state = {"player": player, "dealer": shown, "seed": episode_seed, "num_cards": 0}
+        return GameStart(state, f"{RULES}\n{situation(state)}")
+
+    def play(self, state: dict[str, Any], action: str) -> GameTurn:
+        """Take `hit` or `stand`."""
+        if action == "hit":
+            player = [*state["player"], _card(state["seed"], state["num_cards"])]
+            after = {**state, "player": player, "num_cards": state["num_cards"] + 1}
+            if hand_value(player)[0] > 21:
+                return GameTurn(after, f"{situation(after)}\nAbove 21: you lose.", -1.0, "lost")
+            return GameTurn(after, situation(after))
+        if action == "stand":
+            return self._settled(state)
+        return GameTurn(state, f"Invalid action: {action[:40]}\n{situation(state)}", is_valid=False)
+
+    @staticmethod
+    def _settled(state: dict[str, Any]) -> GameTurn:
+        dealer, drawn = [state["dealer"]], state["num_cards"]
+        while hand_value(dealer)[0] < DEALER_STANDS_AT or len(dealer) < 2:
+            dealer.append(_card(state["seed"], drawn))
+            drawn += 1
+        own, other = hand_value(state["player"])[0], hand_value(dealer)[0]
+        is_natural = other == 21 and len(dealer) == 2
+        reward = 1.0 if other > 21 or own > other else -1.0 if own < other or is_natural else 0.0
+        result = {1.0: "won", 0.0: "drawn", -1.0: "lost"}[reward]
+        hand = " ".join(map(_name, dealer))
+        return GameTurn({**state, "num_cards": drawn}, f"The dealer has {hand}: {result}.", reward, result)
+
+
+class BlackjackEnv(GameEnvironment):
+    """The environment `blackjack`.
+
+    Args:
+        cfg: `env.blackjack`: `max_moves`.
+    """
+
+    continues_episodes = True
+    config_class = BlackjackConfig
+
+    def __init__(self, cfg: Mapping[str, Any] | None = None) -> None:
+        super().__init__(BlackjackGame(), BlackjackConfig.build(**(cfg or {})).max_moves)
+
+
+def hand_value(cards: Sequence[int]) -> tuple[int, bool]:
+    """Return the value of a hand, and whether an ace counts 11 in it."""
+    total = sum(cards)
+    soft = 1 in cards and total + 10 <= 21
+    return total + 10 * soft, soft
+
+
+def is_held_out(player: Sequence[int], shown: int) -> bool:
+    """Return whether hands start episodes of validation; decided by the cards alone, in any order."""
+    return derive_seed(0, "blackjack", *sorted(player), shown) % HELD_OUT_ONE_IN == 0
+
+
+def situation(state: Mapping[str, Any]) -> str:
+    """Return the hands as text, with the player's value."""
+    value, soft = hand_value(state["player"])
+    hand = " ".join(map(_name, state["player"]))
+    return observed(f"hand {hand} is {'soft ' if soft else ''}{value}\ndealer {_name(state['dealer'])}")
+
+
+def _card(seed: int, number: int) -> int:
+    """Return the card that is drawn as this number of an episode, from 0."""
+    return CARDS[derive_seed(seed, "card", number) % len(CARDS)]
+
+
+def _name(card: int) -> str:
+    return "A" if card == 1 else str(card)

@@ -1,0 +1,125 @@
+"""All tools of an environment: found by the entries of `env.tools.tools`, opened and closed with each episode.
+
+Invariant: a name in a call leads to exactly one tool, and an episode that could not open all of its tools has closed
+those that it opened.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nemo_rl.config.schema.tools import ToolConfig, ToolEnvironmentConfig
+from nemo_rl.kits.tools.interfaces import OpenTools, ToolSource
+from nemo_rl.kits.tools.schema import ToolSpec
+from nemo_rl.kits.tools.sources.found import find_tools
+from nemo_rl.kits.tools.sources.isolated import IsolatedTools
+from nemo_rl.kits.tools.sources.local import LocalTools
+from nemo_rl.kits.tools.sources.mcp import MCP, McpTools
+from nemo_rl.kits.tools.sources.sandboxed import PYTHON, SandboxedPython
+from nemo_rl.utils.errors import ConfigError
+
+
+class Toolbox:
+    """The tools of an environment.
+
+    Args:
+        sources: one for each entry.
+
+    Raises:
+        ConfigError: two tools have the same name.
+    """
+
+    def __init__(self, sources: Sequence[ToolSource]) -> None:
+        self._sources = sources
+        self._source_of: dict[str, int] = {}
+        for number, source in enumerate(sources):
+            for name in source.specs:
+                if name in self._source_of:
+                    raise ConfigError(f"env.tools.tools has two tools named {name!r}. Rename one of them.")
+                self._source_of[name] = number
+
+    @property
+    def specs(self) -> dict[str, ToolSpec]:
+        """Tools by name."""
+        return {name: self._sources[number].specs[name] for name, number in self._source_of.items()}
+
+    async def open(self, metadata: Any) -> "Episode":
+        """Open the tools of one episode.
+
+        Args:
+            metadata: `extra_env_info` of the prompt.
+
+        Raises:
+            Exception: whatever a tool raises.
+        """
+        opened = await asyncio.gather(*(source.open(metadata) for source in self._sources), return_exceptions=True)
+        failures = [each for each in opened if isinstance(each, BaseException)]
+        episode = Episode([each for each in opened if isinstance(each, OpenTools)], self._source_of)
+        if failures:
+            await episode.close()
+            raise failures[0]
+        return episode
+
+    async def shutdown(self) -> None:
+        """Release what all episodes share."""
+        await asyncio.gather(*(source.shutdown() for source in self._sources), return_exceptions=True)
+
+
+class Episode:
+    """The open tools of one episode."""
+
+    def __init__(self, opened: Sequence[OpenTools], source_of: Mapping[str, int]) -> None:
+        self._opened = opened
+        self._source_of = source_of
+
+    def tools_of(self, name: str) -> OpenTools:
+        """Return the open tools that a name belongs to."""
+        return self._opened[self._source_of[name]]
+
+    async def close(self) -> None:
+        """Close all tools."""
+        await asyncio.gather(*(tools.close() for tools in self._opened), return_exceptions=True)
+
+
+def make_toolbox(config: ToolEnvironmentConfig) -> Toolbox:
+    """Find the tools of a section, and start each MCP server once to ask for its tools.
+
+    Raises:
+        ConfigError: an entry cannot be used.
+    """
+    return Toolbox([_source(entry, f"env.tools.tools.{n}", config) for n, entry in enumerate(config.tools)])
+
+
+def _source(entry: ToolConfig, place: str, config: ToolEnvironmentConfig) -> ToolSource:
+    timeout_s = entry.timeout_s or config.timeout_s
+    if entry.name == MCP:
+        if not entry.command:
+            raise ConfigError(
+                f"{place}.command is missing: name=mcp needs the program of the server and its arguments."
+            )
+        if entry.isolate:
+            raise ConfigError(
+                f"{place}.isolate=true: a server of MCP has a process of its own already. Remove the key."
+            )
+        variables = {name: str(value) for name, value in entry.kwargs.items()}
+        return McpTools(
+            entry.command, variables, shared=entry.shared, timeout_s=timeout_s, max_bytes=config.max_output_bytes
+        )
+    if entry.name == PYTHON:
+        if entry.isolate or entry.shared:
+            raise ConfigError(f"{place}: each program of name=python has a sandbox. Remove isolate and shared.")
+        return SandboxedPython(entry.kwargs, f"{place}.kwargs", timeout_s, config.max_output_bytes)
+    if entry.command:
+        raise ConfigError(f"{place}.command belongs to name=mcp, not to name={entry.name}.")
+    found = find_tools(entry.name, entry.kwargs, f"{place}.name={entry.name!r}")
+    if not entry.isolate:
+        return LocalTools(found, shared=entry.shared, timeout_s=timeout_s, max_bytes=config.max_output_bytes)
+    if entry.shared:
+        raise ConfigError(f"{place}: isolate=true gives each episode a process, so shared=true cannot be set with it.")
+    return IsolatedTools(
+        found,
+        entry.name,
+        timeout_s=timeout_s,
+        max_bytes=config.max_output_bytes,
+        memory_limit_mb=entry.memory_limit_mb,
+    )
