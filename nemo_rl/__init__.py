@@ -7,7 +7,7 @@ nor ray.
 
 from typing import TYPE_CHECKING
 
-from nemo_rl.compat.public_names import explain_missing_modules, public_names
+from nemo_rl.compat.public_names import install_finders, public_names
 
 if TYPE_CHECKING:
     from nemo_rl.algorithms.setup.open_policy import OpenPolicy, open_policy
@@ -43,7 +43,7 @@ __all__ = [
 
 
 __getattr__ = public_names(__name__, _HOMES)
-explain_missing_modules()
+install_finders()
 
 
 def __dir__() -> list[str]:

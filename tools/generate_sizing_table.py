@@ -1,7 +1,8 @@
 """Write docs/reference/sizing.md: for every recipe the sizes that `nemo_rl size` proposes, next to the recipe's own.
 
-Run it after a change of recipes, of a memory model or of `nemo_rl/commands/size/`: `python tools/generate_sizing_table.py`. A
-test checks that the committed page is current. Invariant: every number comes from the functions of the command.
+Run it after a change of recipes, of a memory model or of `nemo_rl/commands/size/`:
+`python tools/generate_sizing_table.py`. A test checks that the committed page is current. Invariant: every number comes
+from the functions of the command.
 """
 
 import argparse

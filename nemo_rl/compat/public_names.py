@@ -1,14 +1,17 @@
-"""Offer names in modules without importing them first, and explain names of features that are not built yet.
+"""Keep the import paths of NeMo RL: names and modules that are elsewhere here, and those that are not built yet.
 
 A name is imported from its module when it is first used, so a public path may lead to any layer and costs nothing until
-then. Invariant: a public name of NeMo RL either works, or raises an error that names its feature (`NOT_BUILT`) or its
-replacement (`ELSEWHERE`, `OTHER_NAMES`).
+then. `MOVED` names modules that have another path here; both paths lead to the same module. Invariant: a public name of
+NeMo RL either works, or raises an error that names its feature (`NOT_BUILT`) or its replacement (`ELSEWHERE`,
+`OTHER_NAMES`).
 """
 
 import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib.abc import MetaPathFinder
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 from nemo_rl.utils.errors import NotBuiltError
@@ -90,6 +93,16 @@ OTHER_NAMES: dict[str, dict[str, str]] = {
 }
 """Module -> its names of NeMo RL that have no function of this name here -> what to use instead."""
 
+MOVED: dict[str, str] = {
+    "nemo_rl.environments.code_environment": "nemo_rl.kits.code.environment",
+    "nemo_rl.environments.code_jaccard_environment": "nemo_rl.kits.code.jaccard",
+    "nemo_rl.environments.games": "nemo_rl.kits.games",
+    "nemo_rl.environments.nemo_gym": "nemo_rl.agents.nemo_gym",
+    "nemo_rl.environments.reward_model_environment": "nemo_rl.kits.judges.reward_model",
+    "nemo_rl.environments.tools": "nemo_rl.kits.tools",
+}
+"""Path of a module or a package in NeMo RL -> its path here; the modules of a package move with it."""
+
 _ENGINES_OF_CHECKPOINTS = "checkpoint_engine"
 """Part of the names of modules for checkpoint engines, in whatever package they are."""
 
@@ -124,6 +137,35 @@ def public_names(module: str, homes: Mapping[str, str] | None = None) -> Callabl
     return find
 
 
+class _MovedModule(Loader):
+    """Loads a module of `MOVED`: the one at its path here."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._spec: ModuleSpec | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self._path)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec  # the import system has put that of the other path there
+
+
+class _MovedFinder(MetaPathFinder):
+    """Finds modules of `MOVED`.
+
+    It is the first finder: the others would search a moved package for its modules, and load them a second time.
+    """
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
+        for old, new in MOVED.items():
+            if fullname == old or fullname.startswith(f"{old}."):
+                return ModuleSpec(fullname, _MovedModule(new + fullname.removeprefix(old)))
+        return None
+
+
 class _NotBuiltFinder(MetaPathFinder):
     """Last finder for modules: raises an error that names the feature of a missing module of NeMo RL."""
 
@@ -148,7 +190,8 @@ def _way(feature: str) -> str:
     return ""
 
 
-def explain_missing_modules() -> None:
-    """Explain failed imports of modules in `NOT_BUILT` and `ELSEWHERE`; takes effect once per process."""
+def install_finders() -> None:
+    """Find modules of `MOVED`, and explain failed imports of `NOT_BUILT` and `ELSEWHERE`; once per process."""
     if not any(isinstance(finder, _NotBuiltFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _MovedFinder())
         sys.meta_path.append(_NotBuiltFinder())

@@ -121,6 +121,20 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
             ConfigError: a key of the section cannot be used.
         """
 
+    @classmethod
+    def offered_tools(cls, section: Any, tokenizer: "TokenizerType", place: str) -> list[dict[str, Any]]:
+        """Return the function schemas of the tools that prompts of the environment offer to the model.
+
+        Args:
+            section: the section of the environment, which fits `config_class`.
+            tokenizer: tokenizer of the policy.
+            place: key of the section, for messages: `env.<name>`.
+
+        Raises:
+            ConfigError: a tool cannot be used.
+        """
+        return []
+
     @abc.abstractmethod
     def step(
         self,

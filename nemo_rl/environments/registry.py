@@ -48,7 +48,7 @@ ENV_REGISTRY: dict[str, EnvRegistryEntry] = {
     "gymnasium": {"actor_class_fqn": f"{_ADAPTERS}.gymnasium.GymnasiumEnvironment"},
     "textarena": {"actor_class_fqn": f"{_ADAPTERS}.textarena.TextArenaEnvironment"},
     "reasoning_gym": {"actor_class_fqn": f"{_ADAPTERS}.reasoning_gym.ReasoningGymEnvironment"},
-    "verifiers": {"actor_class_fqn": f"{_ADAPTERS}.verifiers.VerifiersEnvironment"},
+    "verifiers": {"actor_class_fqn": "nemo_rl.agents.verifiers.VerifiersEnvironment"},
     "reward_model": {
         "actor_class_fqn": "nemo_rl.kits.judges.reward_model.RewardModelEnvironment",
     },

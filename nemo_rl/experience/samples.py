@@ -12,14 +12,13 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.agents.endpoint.player import AgentPlayer
 from nemo_rl.config.schema.agents import AgentEndpointConfig
 from nemo_rl.data.interfaces import Message
 from nemo_rl.data.messages.content import TextRules
@@ -30,6 +29,7 @@ from nemo_rl.experience.chats import chat_of, end_without_answer
 from nemo_rl.experience.closings import Closings
 from nemo_rl.experience.limits import RolloutLimits
 from nemo_rl.experience.post_processing import PostProcessor
+from nemo_rl.experience.program_player import ProgramPlayer, make_program_player
 from nemo_rl.experience.progress import SampleProgress
 from nemo_rl.experience.trajectory import Ending, Outcome, Trajectory
 from nemo_rl.models.generation.interfaces import (
@@ -140,9 +140,14 @@ class SamplePlayer:
         """By the variables of the chat template, as JSON."""
         self._has_reported = False
         self._limits = limits
-        self._agents = AgentPlayer(generation, tokenizer, limits, self._text_rules, endpoint or AgentEndpointConfig())
+        self._endpoint = endpoint or AgentEndpointConfig()
         self.environments_busy = BusyClock()
         """Measures the time during which an environment opens an episode or takes a turn."""
+
+    @cached_property
+    def _programs(self) -> ProgramPlayer:
+        """Plays samples of agent environments; made for the first one."""
+        return make_program_player(self._generation, self._tokenizer, self._limits, self._text_rules, self._endpoint)
 
     async def play(
         self,
@@ -266,7 +271,7 @@ class SamplePlayer:
         """Run the program of a sample to its end."""
         step_of = self._environments[sample.task_name].step
         seed_of = partial(key.call_seed_of, sample)
-        played = await self._agents.play(sample, section, step_of, sampling, seed_of, trains=key.trains)
+        played = await self._programs.play(sample, section, step_of, sampling, seed_of, trains=key.trains)
         if _absorb(sample, played.step):
             played.spread_reward()
 

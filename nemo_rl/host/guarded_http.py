@@ -9,7 +9,6 @@ request before; clients that have proved nothing never keep others out, and neve
 
 import asyncio
 import resource
-import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
@@ -202,18 +201,6 @@ class ConnectionGuard:
             if not self._owned[line.owner]:
                 del self._owned[line.owner]
             line.owner = None
-
-
-def bound_socket(host: str, port: int, backlog: int = 1024) -> socket.socket:
-    """Return a socket that listens on an address of either family; port 0 takes a free one.
-
-    Raises:
-        OSError: the address cannot be used.
-    """
-    if ":" not in host:
-        return socket.create_server((host, port), backlog=backlog)
-    both = host == "::" and socket.has_dualstack_ipv6()
-    return socket.create_server((host, port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=both)
 
 
 def _client_of(transport: asyncio.Transport) -> object:

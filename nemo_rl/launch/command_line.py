@@ -6,6 +6,7 @@ status is 75 (EX_TEMPFAIL) if the same command resumes from what was saved, else
 """
 
 import argparse
+import importlib
 import os
 import sys
 import warnings
@@ -61,9 +62,9 @@ def launch[ConfigT: RunConfig](
         look_in_the_current_folder()
         config = load_config(known.config, overrides, schema=schema)
         if known.dry_run:
-            from nemo_rl.commands.dry_run import dry_run  # a refused configuration does not wait for torch
-
-            return dry_run(config)
+            # The core does not import commands, and a refused configuration does not wait for torch.
+            status: int = importlib.import_module("nemo_rl.commands.dry_run").dry_run(config)
+            return status
         make_checks(config, Moment.FIRST)
         if not config.cluster.uses_gpu and is_on("fork_server", config.cluster.optimizations):
             start_fork_server(partial(_engine_libraries, config))

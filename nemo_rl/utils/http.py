@@ -1,6 +1,9 @@
 """Addresses of servers, and responses of bounded size."""
 
+import socket
 from typing import TYPE_CHECKING
+
+from nemo_rl.utils.errors import ConfigError
 
 if TYPE_CHECKING:  # the driver needs addresses only, and httpx imports 60 modules
     import httpx
@@ -32,3 +35,34 @@ async def read_at_most(response: "httpx.Response", most: int) -> bytes | None:
         if len(content) > most:
             return None
     return bytes(content)
+
+
+def bound_socket(host: str, port: int, backlog: int = 1024) -> socket.socket:
+    """Return a socket that listens on an address of either family; port 0 takes a free one.
+
+    Raises:
+        OSError: the address cannot be used.
+    """
+    if ":" not in host:
+        return socket.create_server((host, port), backlog=backlog)
+    both = host == "::" and socket.has_dualstack_ipv6()
+    return socket.create_server((host, port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=both)
+
+
+def listener_of(section: str, host: str, port: int) -> socket.socket:
+    """Return a socket that listens on the address of a section.
+
+    Args:
+        section: key of the section, for the message.
+        host: address or name of an interface of this machine.
+        port: 0 takes a free one.
+
+    Raises:
+        ConfigError: the address cannot be used on this machine.
+    """
+    try:
+        return bound_socket(host, port)
+    except OSError as error:
+        raise ConfigError(
+            f"{section}: cannot listen on {host}:{port}: {error}. Choose another host or port; port=0 takes a free one."
+        ) from error

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "nemo_rl"
 
 LAYERS: list[set[str]] = [
-    {"config", "utils", "host", "files", "sandbox", "compat", "optimizations"},
+    {"config", "utils", "host", "files", "compat", "optimizations"},
     {"distributed"},
     {"losses", "data", "weight_sync"},
     {"models"},
@@ -30,9 +30,14 @@ LAYERS: list[set[str]] = [
     {"experience"},
     {"algorithms", "evals"},
     {"launch"},
-    {"doctor", "regrade", "replay", "report", "sizing"},
+    {"sandbox"},
+    {"kits"},
+    {"agents"},
+    {"commands"},
 ]
-SHARED_LAYERS = [{"config", "utils", "host", "files", "sandbox", "compat", "optimizations"}]
+"""Packages from the lowest layer. The core ends with `launch`: it never imports the optional packages above it, and
+names their classes by dotted paths."""
+SHARED_LAYERS = [{"config", "utils", "host", "files", "compat", "optimizations"}]
 """Packages of one layer that may import each other, as long as no circle of files arises."""
 
 LEVELS: dict[str, list[set[str]]] = {
@@ -125,11 +130,11 @@ PUBLIC_NAMES: dict[str, tuple[str, ...]] = {
     "nemo_rl.distributed.virtual_cluster": ("RayVirtualCluster", "init_ray"),
     "nemo_rl.distributed.worker_groups": ("RayWorkerGroup",),
     "nemo_rl.environments.interfaces": ("EnvironmentInterface", "EnvironmentReturn", "EpisodeStart"),
-    "nemo_rl.kits.games.sliding_puzzle": ("SlidingPuzzleEnv", "SlidingPuzzleGameLogic"),
+    "nemo_rl.environments.games.sliding_puzzle": ("SlidingPuzzleEnv", "SlidingPuzzleGameLogic"),
     "nemo_rl.environments.math_environment": ("MathEnvironment",),
-    "nemo_rl.kits.judges.reward_model": ("RewardModelEnvironment", "RewardModelEnvironmentConfig"),
+    "nemo_rl.environments.reward_model_environment": ("RewardModelEnvironment", "RewardModelEnvironmentConfig"),
     "nemo_rl.kits.tools.interfaces": ("EpisodeTools",),
-    "nemo_rl.kits.tools.retriever": ("BM25Retriever", "RAGEnvironment"),
+    "nemo_rl.environments.tools.retriever": ("BM25Retriever", "RAGEnvironment"),
     "nemo_rl.evals.eval": ("EvalConfig", "MasterConfig", "evaluate", "pass_at_k", "consensus_at_k"),
     "nemo_rl.experience.rollouts": (),
     "nemo_rl.models.generation": ("GenerationInterface", "SamplingParams", "configure_generation_config"),

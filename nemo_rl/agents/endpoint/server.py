@@ -35,9 +35,8 @@ from nemo_rl.agents.endpoint.request_body import key_in, names_a_key, new_key, p
 from nemo_rl.agents.endpoint.session import AgentSession
 from nemo_rl.agents.programs.interfaces import START_SIGN, is_start
 from nemo_rl.config.schema.agents import AgentEndpointConfig
-from nemo_rl.host.guarded_http import MOST_OF_ONE, ConnectionGuard, bound_socket
-from nemo_rl.utils.errors import ConfigError
-from nemo_rl.utils.http import http_address
+from nemo_rl.host.guarded_http import MOST_OF_ONE, ConnectionGuard
+from nemo_rl.utils.http import http_address, listener_of
 
 MODEL = "policy"
 """Name of the model; requests may name any other."""
@@ -129,7 +128,7 @@ class AgentEndpoint:
         """
         if self._serving is not None and not self._serving.done():
             return
-        listener = listener_of(self._config)
+        listener = listener_of("cluster.agent_endpoint", self._config.host, self._config.port)
         self._port = listener.getsockname()[1]
         server = self._guard.server(self.application(), lifespan="off")
         self._serving = asyncio.create_task(_serve(server, listener))
@@ -365,21 +364,6 @@ async def _in_time() -> AsyncIterator[None]:
 def _too_large(most: int) -> CallError:
     message = f"The body is larger than {most} bytes (cluster.agent_endpoint.max_request_mb)."
     return CallError(413, message, "request_too_large")
-
-
-def listener_of(config: AgentEndpointConfig) -> socket.socket:
-    """Return a socket that listens on the address of a section.
-
-    Raises:
-        ConfigError: the address cannot be used on this machine.
-    """
-    try:
-        return bound_socket(config.host, config.port)
-    except OSError as error:
-        raise ConfigError(
-            f"cluster.agent_endpoint: cannot listen on {config.host}:{config.port}: {error}. Choose another host "
-            "or port; port=0 takes a free one."
-        ) from error
 
 
 async def _serve(server: uvicorn.Server, listener: socket.socket) -> None:

@@ -13,8 +13,8 @@ from nemo_rl.environments.registry import check_environment, env_class_path
 from nemo_rl.environments.user_environments import environment_of, start_environment
 from nemo_rl.environments.workers.client import EnvironmentClient
 from nemo_rl.environments.workers.keys import section_of, worker_keys
+from nemo_rl.environments.workers.loading import load_env_class
 from nemo_rl.environments.workers.start import Environment
-from nemo_rl.kits.tools.offers import offered_tools
 from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def response_data(tokenizer: TokenizerType, config: RolloutMasterConfig) -> RunD
         if name in config.env and name not in config.cluster.venvs:
             check_environment(name, config.env[name], tokenizer)
     tools = {
-        name: offered_tools(section, tokenizer, f"env.{name}")
+        name: load_env_class(env_class_path(name))[0].offered_tools(section, tokenizer, f"env.{name}")
         for name, section in config.env.items()
         if isinstance(section, ToolEnvironmentConfig) and name in used
     }

@@ -13,17 +13,13 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from nemo_rl.agents.nemo_gym.command import find_program, should_use_nemo_gym
 from nemo_rl.config import (
     ClusterConfig,
-    EvalMasterConfig,
     MegatronConfig,
     PolicyConfig,
-    RolloutMasterConfig,
     RunConfig,
     VenvConfig,
 )
-from nemo_rl.config.schema.agents import NEMO_GYM, NemoGymConfig
 from nemo_rl.models.megatron.release import FUSED_GRADIENTS, MISSING_FUSED_GRADIENTS, missing_megatron_core
 from nemo_rl.utils.cluster_address import cluster_address
 from nemo_rl.utils.errors import ConfigError
@@ -51,16 +47,12 @@ class Need:
 
 
 def check_packages(config: RunConfig) -> None:
-    """Check that the packages of the engines and of the training backends are installed, and what starts NeMo Gym.
+    """Check that the packages of the engines and of the training backends are installed.
 
     Raises:
         ConfigError: one is missing; the message has the command that installs it.
     """
     cluster, generation = config.cluster, config.policy.generation
-    if isinstance(config, RolloutMasterConfig | EvalMasterConfig) and should_use_nemo_gym(config):
-        section = config.env.get(NEMO_GYM)
-        if isinstance(section, NemoGymConfig) and section.config_paths and not _has_own_python(NEMO_GYM, cluster):
-            find_program(section)
     needs: list[Need] = []
     advice = ""
     if config.samples and generation is not None:

@@ -81,13 +81,13 @@ def check_agent_endpoint(config: RunConfig) -> str:
     Raises:
         ConfigError: this machine cannot listen there.
     """
-    from nemo_rl.agents.endpoint.server import listener_of
     from nemo_rl.environments.registry import env_class_path
     from nemo_rl.environments.workers.loading import load_env_class
+    from nemo_rl.utils.http import listener_of
 
     names = {str(name) for _, name in config.env_entries()}
     endpoint = config.cluster.agent_endpoint
     if config.cluster.rollout_runners or not any(load_env_class(env_class_path(name))[0].runs_agents for name in names):
         return "no program calls an endpoint on this machine"
-    listener_of(endpoint).close()
+    listener_of("cluster.agent_endpoint", endpoint.host, endpoint.port).close()
     return f"{endpoint.host} can be listened on"

@@ -9,6 +9,7 @@ is counted, and a reward always comes from the grader.
 
 import asyncio
 import inspect
+import logging
 import time
 import uuid
 from collections import Counter
@@ -33,6 +34,8 @@ from nemo_rl.utils.errors import ConfigError
 if TYPE_CHECKING:
     from nemo_rl.data.interfaces import LLMMessageLogType, TokenizerType
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+logger = logging.getLogger(__name__)
 
 COUNTS = (
     *("tool_calls", "invalid_tool_calls", "malformed_tool_calls", "unknown_tools", "wrong_arguments"),
@@ -98,12 +101,27 @@ class ToolEnvironment(EnvironmentInterface[ToolState]):
 
     @classmethod
     def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
-        """See `EnvironmentInterface.check_section`: the grader and the tokenizer; `tools.offers` checks the tools."""
+        """See `EnvironmentInterface.check_section`: the grader and the tokenizer; `offered_tools` checks the tools."""
         cfg = ToolEnvironmentConfig.of(section)
         _require_tokenizer(cfg)
         check_grader(cfg.grader, f"{place}.grader", tokenizer)
         if tokenizer is not None:
             _tokenizer_of(cfg)
+
+    @classmethod
+    def offered_tools(
+        cls, section: ToolEnvironmentConfig, tokenizer: "TokenizerType", place: str
+    ) -> list[dict[str, Any]]:
+        """See `EnvironmentInterface.offered_tools`: find the tools, and a parser that fits the chat template."""
+        try:
+            specs = make_toolbox(section).specs
+            schemas = [spec.schema for spec in specs.values()]
+            parser = choose_parser(section.tool_parser, tokenizer, schemas)[0] if schemas else None
+        except ConfigError as error:
+            raise ConfigError(str(error) if place in str(error) else f"{place}: {error}") from error
+        if parser is not None:
+            logger.info("%s: tools %s; calls are read by vLLM's parser %s.", place, ", ".join(specs), parser.name)
+        return schemas
 
     async def open_episode(  # type: ignore[override]  # may be a coroutine function
         self, metadata: Any

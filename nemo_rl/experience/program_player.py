@@ -1,0 +1,78 @@
+"""The interface of what plays samples of agent environments; `nemo_rl.agents` implements it.
+
+Rollouts without agents never import that package.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol, cast
+
+from transformers import PreTrainedTokenizerBase
+
+from nemo_rl.config.schema.agents import AgentEndpointConfig
+from nemo_rl.data.interfaces import Message
+from nemo_rl.data.messages.content import TextRules
+from nemo_rl.environments.interfaces import StepResult
+from nemo_rl.experience.limits import RolloutLimits
+from nemo_rl.experience.trajectory import Trajectory
+from nemo_rl.models.generation.interfaces import GenerationInterface, SamplingParams
+from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.imports import import_dotted
+
+AGENT_PLAYER = "nemo_rl.agents.endpoint.player.AgentPlayer"
+
+
+class PlayedProgram(Protocol):
+    """The end of a program."""
+
+    @property
+    def step(self) -> StepResult:
+        """The result of its environment."""
+
+    @property
+    def spread_reward(self) -> Callable[[], None]:
+        """A function that divides the reward over the response turns, once the sample has it."""
+
+
+class ProgramPlayer(Protocol):
+    """Plays samples whose environment runs a program that calls the model itself."""
+
+    async def play(
+        self,
+        sample: Trajectory,
+        section: Mapping[str, Any],
+        step_of: Callable[[list[Message], Any], Awaitable[StepResult]],
+        sampling: SamplingParams,
+        seed_of: Callable[..., int],
+        *,
+        trains: bool = True,
+    ) -> PlayedProgram:
+        """Run the program of a sample to its end, and write what it sampled into the sample.
+
+        Args:
+            sample: has only its prompt.
+            section: the section of its environment.
+            step_of: the method `step` of its environment.
+            sampling: the sampling parameters of the run.
+            seed_of: makes the seeds of answers.
+            trains: whether the policy is trained on the sample.
+
+        Raises:
+            Exception: an engine cannot answer any more, or the environment cannot be kept running.
+        """
+
+
+def make_program_player(
+    generation: GenerationInterface,
+    tokenizer: PreTrainedTokenizerBase,
+    limits: RolloutLimits,
+    text_rules: TextRules,
+    endpoint: AgentEndpointConfig,
+) -> ProgramPlayer:
+    """Import and make the player of agent environments; its endpoint starts with the first sample.
+
+    Raises:
+        ConfigError: a package of the extra `agents` is not installed.
+    """
+    advice = "Install the extra `agents`; `cpu` and `vllm` bring it."
+    player = import_dotted(AGENT_PLAYER, ConfigError, "The player of agent environments", advice)
+    return cast(ProgramPlayer, player(generation, tokenizer, limits, text_rules, endpoint))
