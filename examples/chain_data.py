@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.data.datasets.arithmetic.problems import ArithmeticDataset
+from nemo_rl.data.datasets.arithmetic import ArithmeticDataset
 
 NUM_CHATS = 4000
 NUM_PAIRS = 2000

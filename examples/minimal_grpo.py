@@ -29,7 +29,7 @@ from nemo_rl.algorithms.loss import ClippedPGLossFn
 from nemo_rl.algorithms.rollout.batches import build_training_batch
 from nemo_rl.algorithms.utils import get_tokenizer, set_seed
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig, TokenizerConfig
-from nemo_rl.data.datasets.arithmetic.problems import ArithmeticDataset
+from nemo_rl.data.datasets.arithmetic import ArithmeticDataset
 from nemo_rl.experience.trajectory import Trajectory
 
 MODEL = Path(__file__).parent / "assets" / "tiny-chat"

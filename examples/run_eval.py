@@ -10,7 +10,7 @@ its first `=` is the value, as in OmegaConf's dotlists; Hydra's grammar (`+key=v
 import sys
 from pathlib import Path
 
-from nemo_rl.config.loading.dotlist import dotlist_to_overrides
+from nemo_rl.config.loading.overrides import dotlist_to_overrides
 from nemo_rl.config.runs.eval import EvalMasterConfig
 from nemo_rl.launch.command_line import launch
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_rl.config import REPOSITORY_ROOT
-from nemo_rl.utils.venvs.ingredients import requirements_digest
+from nemo_rl.utils.venvs.build import requirements_digest
 
 EXPORTS = {"cpu": ("cpu",), "gpu": ("vllm", "mcore")}
 """File -> extras in the file."""

@@ -1,12 +1,12 @@
 """Write the table of docs/development/optimizations.md from the list of optimizations in the code.
 
-Run it after a change of `nemo_rl/optimizations/table.py`: `python tools/generate_optimization_table.py`. A test checks
+Run it after a change of `nemo_rl/optimizations/switch.py`: `python tools/generate_optimization_table.py`. A test checks
 that the committed page is current.
 """
 
 from pathlib import Path
 
-from nemo_rl.optimizations.table import OPTIMIZATIONS
+from nemo_rl.optimizations.switch import OPTIMIZATIONS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "development" / "optimizations.md"
 FIRST_LINE = "| name | what it does | what is slower or larger without it | written for | files |"

@@ -25,7 +25,7 @@ from tiny_models import (
 )
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from nemo_rl.data.datasets.arithmetic.problems import is_validation
+from nemo_rl.data.datasets.arithmetic import is_validation
 
 logger = logging.getLogger("make_tiny_chat_model")
 

@@ -37,7 +37,7 @@ from tiny_models import (
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from nemo_rl.config.schema.games import SlidingPuzzleBoard
+from nemo_rl.config.schema.kits import SlidingPuzzleBoard
 from nemo_rl.kits.games.blackjack import BlackjackGame, hand_value
 from nemo_rl.kits.games.blackjack_values import Hands, optimal_policy
 from nemo_rl.kits.games.references import Grid, solution_lengths

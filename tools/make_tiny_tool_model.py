@@ -21,7 +21,7 @@ from make_tiny_chat_model import IGNORED_LABEL
 from tiny_models import make_char_tokenizer, save_tiny_checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from nemo_rl.data.datasets.arithmetic.problems import is_validation
+from nemo_rl.data.datasets.arithmetic import is_validation
 
 logger = logging.getLogger("make_tiny_tool_model")
 

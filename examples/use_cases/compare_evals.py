@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 
-from nemo_rl.evals.estimators import pass_at_k
+from nemo_rl.evals.report import pass_at_k
 
 Z = 1.959963984540054
 """Quantile of the normal distribution for an interval of 95 %."""

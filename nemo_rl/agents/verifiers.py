@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from nemo_rl.config.schema.adapters import VerifiersConfig
+from nemo_rl.config.schema.kits import VerifiersConfig
 from nemo_rl.data.messages.content import content_text
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, EpisodeStart
 from nemo_rl.kits.adapters.packages import library

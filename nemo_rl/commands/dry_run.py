@@ -34,7 +34,7 @@ from nemo_rl.config import (
 )
 from nemo_rl.config.rules.engines import ranks_of_engine, replicas_of_engine
 from nemo_rl.distributed.parallel_layout import AXES, ParallelLayout
-from nemo_rl.host.disk_space import readable_bytes
+from nemo_rl.host.capacity import readable_bytes
 from nemo_rl.launch.checks import CHECKS, Request, RunCheck
 from nemo_rl.models.capacity.hub_configs import with_local_configs
 from nemo_rl.utils.errors import NemoRLError

@@ -76,7 +76,7 @@ ELSEWHERE: dict[str, str] = {
     "nemo_rl.models.attention",
     "nemo_rl.utils.flops_tracker": "nemo_rl.models.huggingface.flops counts operations (model_flops) and has the peaks "
     "of devices",
-    "nemo_rl.utils.nvml": "use nemo_rl.host.nvidia_smi, or torch.cuda",
+    "nemo_rl.utils.nvml": "use nemo_rl.host.machine_load, or torch.cuda",
     "nemo_rl.weight_sync.factory": "refit_policy_generation (nemo_rl.algorithms.grpo) moves weights, "
     "configured by policy.generation.weight_sync",
 }

@@ -12,9 +12,9 @@ from nemo_rl.config.loading.load import config_of, load_config, save_resolved
 from nemo_rl.config.loading.overrides import OverridesError
 from nemo_rl.config.rules.broken_rules import report_findings
 from nemo_rl.config.rules.loss import check_loss_options
-from nemo_rl.config.rules.placement.roles import Role, sharing, trained
-from nemo_rl.config.rules.placement.second_models import check_second_models
-from nemo_rl.config.rules.placement.topology import (
+from nemo_rl.config.rules.second_models import check_second_models
+from nemo_rl.config.rules.topology import (
+    Role,
     Topology,
     busy_engines,
     data_parallel_ranks,
@@ -23,16 +23,18 @@ from nemo_rl.config.rules.placement.topology import (
     parallel_sizes,
     plan_topology,
     row_length_multiple,
+    sharing,
+    trained,
 )
 from nemo_rl.config.rules.training import check_advantages, check_reward_scaling, check_reward_shaping
 from nemo_rl.config.runs.devices import check_device, count_gpus
-from nemo_rl.config.runs.distillation import DistillationMasterConfig
 from nemo_rl.config.runs.eval import EvalMasterConfig
-from nemo_rl.config.runs.ppo import PPOMasterConfig
 from nemo_rl.config.runs.rollouts import (
+    DistillationMasterConfig,
     GRPOMasterConfig,
     MasterConfig,
     PolicyGradientMasterConfig,
+    PPOMasterConfig,
     RolloutMasterConfig,
 )
 from nemo_rl.config.runs.run import RunConfig
@@ -47,8 +49,6 @@ from nemo_rl.config.schema.algorithms.distillation import (
     DistillationLossConfig,
     TeacherConfig,
 )
-from nemo_rl.config.schema.algorithms.dpo import DPOConfig
-from nemo_rl.config.schema.algorithms.effort_levels import EffortLevelConfig
 from nemo_rl.config.schema.algorithms.evaluation import EvalConfig, EvalDataConfig
 from nemo_rl.config.schema.algorithms.grpo import AdvantageEstimatorConfig, GRPOConfig
 from nemo_rl.config.schema.algorithms.loss_fn import ClippedPGLossConfig
@@ -60,20 +60,34 @@ from nemo_rl.config.schema.algorithms.ppo import (
     PPOConfig,
     ValueConfig,
 )
-from nemo_rl.config.schema.algorithms.reward_penalties import RewardPenaltyConfig, RewardPenaltyTokenIdsConfig
-from nemo_rl.config.schema.algorithms.rewarded_training import (
+from nemo_rl.config.schema.algorithms.reward_penalties import (
+    EffortLevelConfig,
+    RewardPenaltyConfig,
+    RewardPenaltyTokenIdsConfig,
+)
+from nemo_rl.config.schema.algorithms.rollout_training import (
     RewardedTrainingConfig,
     RewardScalingConfig,
     RewardShapingConfig,
+    RolloutTrainingConfig,
 )
-from nemo_rl.config.schema.algorithms.rm import RMConfig
-from nemo_rl.config.schema.algorithms.rollout_training import RolloutTrainingConfig
-from nemo_rl.config.schema.algorithms.sft import SFTConfig
-from nemo_rl.config.schema.algorithms.supervised import SupervisedConfig, SupervisedDataConfig
+from nemo_rl.config.schema.algorithms.supervised import (
+    DPOConfig,
+    RMConfig,
+    SFTConfig,
+    SupervisedConfig,
+    SupervisedDataConfig,
+)
 from nemo_rl.config.schema.checkpointing import CheckpointingConfig
 from nemo_rl.config.schema.cluster import ClusterConfig, TimeoutsConfig, VenvConfig
-from nemo_rl.config.schema.curriculum import AccuracyRuleConfig, CurriculumConfig, CurriculumPhase
-from nemo_rl.config.schema.data import DataConfig, DatasetConfig, DatasetDefaults
+from nemo_rl.config.schema.data import (
+    AccuracyRuleConfig,
+    CurriculumConfig,
+    CurriculumPhase,
+    DataConfig,
+    DatasetConfig,
+    DatasetDefaults,
+)
 from nemo_rl.config.schema.env import MathEnvironmentConfig
 from nemo_rl.config.schema.logger import (
     LoggerConfig,

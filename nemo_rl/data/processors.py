@@ -27,9 +27,8 @@ from nemo_rl.data.messages.conversations import (
     with_task_prompts,
 )
 from nemo_rl.data.messages.coverage import RenderedChat
-from nemo_rl.data.messages.encoding import encode_text, with_bos
-from nemo_rl.data.messages.rendering import render_chat
-from nemo_rl.data.messages.tools import tools_of
+from nemo_rl.data.messages.encoding import encode_text, render_chat, with_bos
+from nemo_rl.data.messages.template_form import tools_of
 from nemo_rl.utils.errors import DataError
 
 __all__ = [

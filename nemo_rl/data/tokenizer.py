@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 
 from nemo_rl.config import TokenizerConfig
 from nemo_rl.data.interfaces import TokenizerType
-from nemo_rl.data.messages.rendering import bind_template_kwargs
+from nemo_rl.data.messages.encoding import bind_template_kwargs
 from nemo_rl.files.regular_file import read_text, require_regular_files
-from nemo_rl.host.child_process import call_in_child
+from nemo_rl.host.processes import call_in_child
 from nemo_rl.utils.errors import ConfigError, DeadlineExceededError, NotBuiltError
 
 logger = logging.getLogger(__name__)

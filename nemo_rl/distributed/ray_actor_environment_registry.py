@@ -19,8 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from nemo_rl.config import VenvConfig
 from nemo_rl.utils.errors import VenvError
 from nemo_rl.utils.venvs import PY_EXECUTABLES, create_local_venv, is_set, parse_py_executable, venv_folder
-from nemo_rl.utils.venvs.build import Uv, update_lock
-from nemo_rl.utils.venvs.ingredients import with_absolute_paths
+from nemo_rl.utils.venvs.build import Uv, update_lock, with_absolute_paths
 
 logger = logging.getLogger(__name__)
 

@@ -26,15 +26,14 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl.compat.public_names import public_names
-from nemo_rl.distributed.cluster.address import require_cluster
-from nemo_rl.distributed.cluster.joined_ray import join_ray
+from nemo_rl.distributed.cluster.joined_ray import join_ray, require_cluster
 from nemo_rl.distributed.cluster.local_ray import LOOPBACK, local_ray_has_died, start_local_ray
 from nemo_rl.distributed.cluster.node_choice import NodeRoom, choose_nodes, living_nodes, shortage
 from nemo_rl.distributed.cluster.node_health import lost_nodes
 from nemo_rl.distributed.ranks.rendezvous import bind_free_port
 from nemo_rl.host.terminal import is_terminal
 from nemo_rl.optimizations.switch import Choice
-from nemo_rl.utils.cluster_address import cluster_address
+from nemo_rl.utils.addresses import cluster_address
 from nemo_rl.utils.errors import ResourceInsufficientError
 
 logger = logging.getLogger(__name__)

@@ -36,11 +36,10 @@ from nemo_rl.distributed.workers.calls import (
     stored,
     workers_at_zero,
 )
-from nemo_rl.distributed.workers.ending import find_loss, first_line, kill_workers
+from nemo_rl.distributed.workers.lifetime import await_start, find_loss, first_line, kill_workers
 from nemo_rl.distributed.workers.logs import activity_of, stacks_of
 from nemo_rl.distributed.workers.results import PendingCall, WorkerSlot, explain_failure, gather
 from nemo_rl.distributed.workers.start_phases import WorkerPhase
-from nemo_rl.distributed.workers.starting import await_start
 from nemo_rl.utils.errors import DeadlineExceededError, NodeLostError, RayDiedError, WorkerDiedError
 
 __all__ = ["MultiWorkerFuture", "RayWorkerBuilder", "RayWorkerGroup"]

@@ -2,9 +2,8 @@
 
 from nemo_rl.config.runs.eval import EvalConfig
 from nemo_rl.config.runs.eval import EvalMasterConfig as MasterConfig
-from nemo_rl.evals.estimators import consensus_at_k, pass_at_k
 from nemo_rl.evals.evaluator import Evaluation, evaluate, run_env_eval, setup
-from nemo_rl.evals.report import EvalReport, format_report, make_report
+from nemo_rl.evals.report import EvalReport, consensus_at_k, format_report, make_report, pass_at_k
 
 __all__ = [
     "EvalConfig",

@@ -18,9 +18,9 @@ from typing import Any
 
 from nemo_rl.config import public_values
 from nemo_rl.config.runs.eval import EvalMasterConfig
-from nemo_rl.files.atomic_write import write_atomically
-from nemo_rl.files.folder_lock import FolderLock
+from nemo_rl.files.folders import FolderLock
 from nemo_rl.files.regular_file import read_bytes, read_text
+from nemo_rl.files.writing import write_atomically
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 from nemo_rl.utils.log_backends.tracker import flatten_dict
 

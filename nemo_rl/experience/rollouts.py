@@ -38,7 +38,7 @@ from nemo_rl.experience.progress import GroupProgress, StoredSamples, states_of
 from nemo_rl.experience.samples import EnvironmentPort, RolloutKey, RolloutLimits, SamplePlayer
 from nemo_rl.experience.trajectory import Rollouts, Trajectory
 from nemo_rl.models.generation.interfaces import GenerationInterface, SamplingParams
-from nemo_rl.optimizations.garbage_collection import search_all_objects_rarely
+from nemo_rl.optimizations.process_tuning import search_all_objects_rarely
 from nemo_rl.optimizations.switch import Choice, is_on
 from nemo_rl.utils.errors import ConfigError, DeadlineExceededError
 

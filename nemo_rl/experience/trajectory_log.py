@@ -17,8 +17,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.rows import rows_of
 from nemo_rl.experience.runners.stored import messages_of
 from nemo_rl.experience.trajectory import Trajectory
-from nemo_rl.files.atomic_write import write_atomically
-from nemo_rl.files.optional_output import OptionalOutput
+from nemo_rl.files.writing import OptionalOutput, write_atomically
 
 _DECIMALS = 6
 _ROWS_AT_ONCE = 256

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.files.atomic_write import write_atomically
 from nemo_rl.files.regular_file import open_regular, read_text
+from nemo_rl.files.writing import write_atomically
 from nemo_rl.utils.errors import CheckpointError
 
 MANIFEST_FILE = "manifest.json"

@@ -1,7 +1,9 @@
-"""Measure the cores and the memory that this machine has for a run, with the limits of its control group."""
+"""Measure what this machine has for a run: cores and memory within the limits of its control group, and disk space."""
 
+import errno
 import math
 import os
+import shutil
 from pathlib import Path
 
 _CORES_OF_GROUP = Path("/sys/fs/cgroup/cpu.max")
@@ -25,3 +27,44 @@ def machine_bytes() -> int:
         return min(installed, int(_MEMORY_OF_GROUP.read_text()))
     except (OSError, ValueError):  # no control group, or one whose limit is "max"
         return installed
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL_TEXTS = tuple(os.strerror(code) for code in _FULL)
+_NOTHING_BYTES = 1 << 20
+"""With fewer free bytes only a checkpoint's smallest files fit."""
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the bytes that this process may still write below a folder, or below its nearest existing parent."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def is_disk_full(error: BaseException, free: int) -> bool:
+    """Return whether a write failed for lack of space.
+
+    Some libraries report it with their own error, or not at all (`torch.save`: "unexpected pos"). So the free bytes at
+    the time of the failure count too.
+
+    Args:
+        error: the error that ended the write.
+        free: bytes that were free when the write failed.
+    """
+    reason: BaseException | None = error
+    while reason is not None:
+        if getattr(reason, "errno", None) in _FULL or any(text in str(reason) for text in _FULL_TEXTS):
+            return True
+        reason = reason.__cause__ or reason.__context__
+    return free < _NOTHING_BYTES
+
+
+def readable_bytes(count: int) -> str:
+    """Format a number of bytes for people: `5.9 MB`."""
+    size = float(count)
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"

@@ -1,9 +1,22 @@
-"""Read the state of processes from the kernel, and end what a process has started."""
+"""Read the state of processes, end what a process has started, and set the rules of helper processes.
 
+A helper process ends with its parent, and its memory and time have limits.
+"""
+
+import ctypes
+import json
 import os
+import resource
+import select
 import signal
+import sys
 import time
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from nemo_rl.utils.errors import DeadlineExceededError
 
 PROCESS_STATES = {
     "T": "stopped (SIGSTOP)",
@@ -64,3 +77,109 @@ def resident_bytes(pid: int) -> int:
     except OSError:
         return 0
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+
+
+_PR_SET_PDEATHSIG = 1
+_MOST_ANSWER_BYTES = 2**20
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel for SIGKILL when the parent ends; exit immediately if it has ended already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def limit_memory(memory_limit_mb: int) -> None:
+    """Limit the address space of this process; an allocation above it raises MemoryError."""
+    limit = memory_limit_mb * 2**20
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+
+
+def call_in_child(work: Callable[[], Any], *, seconds: float, memory_mb: int, what: str) -> Any:
+    """Call a function in a copy of this process, which ends afterwards; return its JSON value.
+
+    Args:
+        work: what to call. Code of strangers may run in it, as that of a chat template does.
+        seconds: limit of processor time and of time.
+        memory_mb: memory that it may allocate besides what this process has, in MiB.
+        what: name of the work, for messages.
+
+    Raises:
+        DeadlineExceededError: it takes longer, or ends without a value.
+        MemoryError: it needs more memory.
+    """
+    reading, writing = os.pipe()
+    parent = os.getpid()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of other threads, whose locks this work does not use
+        child = os.fork()
+    if child == 0:
+        _answer(work, writing, parent, seconds, memory_mb)
+    os.close(writing)
+    try:
+        answer = _read_answer(reading, time.monotonic() + seconds)
+    finally:
+        os.close(reading)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    if answer is None:
+        raise DeadlineExceededError(f"{what} takes longer than {seconds:g} s")
+    if "value" not in answer:
+        raise MemoryError(f"{what} needs more than {memory_mb} MiB of memory")
+    return answer["value"]
+
+
+def _answer(work: Callable[[], Any], writing: int, parent: int, seconds: float, memory_mb: int) -> None:
+    """Do the work of `call_in_child` in the child, and end it; nothing of the parent's runs on."""
+    try:
+        die_with_parent(parent)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        cpu_s = max(1, round(seconds))
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        limit_memory(memory_mb + pages * os.sysconf("SC_PAGE_SIZE") // 2**20)
+        try:
+            answer = {"value": work()}
+        except MemoryError:
+            answer = {}
+        os.write(writing, json.dumps(answer).encode()[:_MOST_ANSWER_BYTES])
+    finally:
+        os._exit(0)
+
+
+def _read_answer(reading: int, deadline: float) -> dict[str, Any] | None:
+    """Return what a child writes; None if it writes no JSON object in time."""
+    content = b""
+    while len(content) <= _MOST_ANSWER_BYTES:
+        ready = select.poll()
+        ready.register(reading, select.POLLIN)
+        if not ready.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            return None
+        data = os.read(reading, 65536)
+        if not data:
+            break
+        content += data
+    try:
+        answer = json.loads(content)
+    except ValueError:
+        return None
+    return answer if isinstance(answer, dict) else None
+
+
+def import_path() -> tuple[str, list[str]]:
+    """Return where a Python that this process starts looks for modules: PYTHONPATH, and folders that it appends.
+
+    The current folder, which may be a stranger's, is appended: Python runs a file `sitecustomize.py` on PYTHONPATH when
+    it starts.
+    """
+    try:
+        current = os.getcwd()
+    except FileNotFoundError:  # it does not exist any more
+        current = ""
+    known = [entry for entry in sys.path if entry]
+    return os.pathsep.join(entry for entry in known if entry != current), [entry for entry in known if entry == current]

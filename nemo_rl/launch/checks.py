@@ -9,11 +9,15 @@
 Invariant: a check starts nothing and writes nothing, and it raises what the run would raise.
 """
 
+import importlib
+import logging
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl.algorithms.setup.packages import check_packages
 from nemo_rl.algorithms.setup.preflight import (
@@ -23,15 +27,67 @@ from nemo_rl.algorithms.setup.preflight import (
     check_reachable_models,
 )
 from nemo_rl.config import EvalMasterConfig, MasterConfig, RunConfig, check_device, count_gpus
-from nemo_rl.config.base.part_names import is_own_class
+from nemo_rl.config.base.names import is_own_class
+from nemo_rl.config.loading.algorithms import ALGORITHMS
 from nemo_rl.config.rules.trackers import check_trackers
-from nemo_rl.distributed.cluster.address import require_cluster
+from nemo_rl.distributed.cluster.joined_ray import require_cluster
 from nemo_rl.distributed.cluster.start_checks import ray_folder, require_startable_ray
-from nemo_rl.host.disk_space import free_bytes, readable_bytes
-from nemo_rl.launch.library_logs import logs_of_library
-from nemo_rl.launch.recipes import recipe_of
-from nemo_rl.utils.cluster_address import cluster_address
+from nemo_rl.host.capacity import free_bytes, readable_bytes
+from nemo_rl.utils.addresses import cluster_address
 from nemo_rl.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nemo_rl.algorithms.rollout.start import RolloutRecipe
+    from nemo_rl.algorithms.supervised.start import SupervisedRecipe
+
+
+@contextmanager
+def logs_of_library() -> Iterator[list[logging.LogRecord]]:
+    """Collect the library's log lines in a block; they reach neither the console nor an enclosing collection."""
+    library = logging.getLogger("nemo_rl")
+    records: list[logging.LogRecord] = []
+    before = library.handlers, library.propagate
+    library.handlers, library.propagate = [_Collector(records)], False
+    try:
+        yield records
+    finally:
+        library.handlers, library.propagate = before
+
+
+class _Collector(logging.Handler):
+    """Stores records."""
+
+    def __init__(self, records: list[logging.LogRecord]) -> None:
+        super().__init__()
+        self._records = records
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Store one record."""
+        self._records.append(record)
+
+
+def recipe_of(config: MasterConfig, *, with_data: bool = True) -> "RolloutRecipe | SupervisedRecipe":
+    """Build the recipe of a configuration's run; start nothing.
+
+    Args:
+        config: a checked configuration.
+        with_data: load the data too; otherwise `recipe.data` must not be used.
+
+    Raises:
+        ConfigError, DataError: the configuration or the data cannot be used.
+    """
+    from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
+
+    @dataclass(frozen=True)
+    class WithoutData(UserParts):
+        def data(self, config: MasterConfig, load: Callable[[], Any], *, sampled: bool = False) -> Any:
+            return None
+
+    name = next(name for name, schema in ALGORITHMS.items() if isinstance(config, schema))
+    made: RolloutRecipe | SupervisedRecipe = importlib.import_module(f"nemo_rl.algorithms.{name}").recipe(
+        config, NOTHING if with_data else WithoutData()
+    )
+    return made
 
 
 class Moment(Enum):

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from nemo_rl.models.huggingface.tensor_files import cached_folder, model_folder
-from nemo_rl.utils.cluster_address import cluster_address
+from nemo_rl.utils.addresses import cluster_address
 
 logger = logging.getLogger(__name__)
 

@@ -40,7 +40,7 @@ from typing import Any, NoReturn
 from nemo_rl.host.capacity import usable_cores
 from nemo_rl.host.stop_signals import STOP_SIGNALS
 from nemo_rl.optimizations.ray_worker import WorkerStart, receive_start
-from nemo_rl.utils.cluster_address import cluster_address
+from nemo_rl.utils.addresses import cluster_address
 from nemo_rl.utils.imports import importing
 
 logger = logging.getLogger(__name__)

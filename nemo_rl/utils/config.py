@@ -8,7 +8,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from nemo_rl.config.base.resolvers import register_omegaconf_resolvers
+from nemo_rl.config.base.defaults import register_omegaconf_resolvers
 from nemo_rl.config.loading.inheritance import (
     load_config_with_inheritance,
     merge_with_override,

@@ -22,8 +22,7 @@ from rich.text import Text
 
 from nemo_rl.config import LoggerConfig
 from nemo_rl.config.rules.trackers import check_trackers
-from nemo_rl.files.atomic_write import write_atomically
-from nemo_rl.files.optional_output import OptionalOutput
+from nemo_rl.files.writing import OptionalOutput, write_atomically
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.log_backends.console import ConsoleLogger
 from nemo_rl.utils.log_backends.jsonl import JsonlLogger, to_line

@@ -9,8 +9,7 @@ from transformers import AutoTokenizer
 
 from nemo_rl.config import DataConfig, DatasetConfig
 from nemo_rl.data.datasets import setup_response_data
-from nemo_rl.data.datasets.feedback_datasets import load_feedback_dataset
-from nemo_rl.data.datasets.preference_datasets import load_preference_dataset, parse_transcript
+from nemo_rl.data.datasets.preference_datasets import load_feedback_dataset, load_preference_dataset, parse_transcript
 from nemo_rl.data.datasets.response_datasets import load_response_dataset
 
 

@@ -16,7 +16,7 @@ import pytest
 from nemo_rl.__main__ import COMMANDS
 from nemo_rl.config import load_config
 from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
-from nemo_rl.config.loading.dotlist import dotlist_to_overrides
+from nemo_rl.config.loading.overrides import dotlist_to_overrides
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [

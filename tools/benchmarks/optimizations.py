@@ -25,7 +25,7 @@ from grpo_vs_trl import own_command
 from side_by_side import BENCH, Run, Step, run_side, show
 from workloads import SIZES, WORKLOADS
 
-from nemo_rl.optimizations.table import OPTIMIZATIONS
+from nemo_rl.optimizations.switch import OPTIMIZATIONS
 
 logger = logging.getLogger("optimizations")
 

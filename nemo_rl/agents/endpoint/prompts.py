@@ -13,9 +13,8 @@ from nemo_rl.agents.endpoint.call_tree import Call, CallTree
 from nemo_rl.agents.endpoint.calls import CallRequest
 from nemo_rl.data.interfaces import Chat, Message, TokenizerType
 from nemo_rl.data.messages.content import TextRules
-from nemo_rl.data.messages.encoding import encode_continuation, encode_text
+from nemo_rl.data.messages.encoding import encode_continuation, encode_text, render_chat
 from nemo_rl.data.messages.observations import ObservationRenderer
-from nemo_rl.data.messages.rendering import render_chat
 from nemo_rl.data.processors import prompt_entry
 from nemo_rl.utils.errors import DataError
 

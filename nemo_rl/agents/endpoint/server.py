@@ -36,7 +36,7 @@ from nemo_rl.agents.endpoint.session import AgentSession
 from nemo_rl.agents.programs.interfaces import START_SIGN, is_start
 from nemo_rl.config.schema.agents import AgentEndpointConfig
 from nemo_rl.host.guarded_http import MOST_OF_ONE, ConnectionGuard
-from nemo_rl.utils.http import http_address, listener_of
+from nemo_rl.utils.addresses import http_address, listener_of
 
 MODEL = "policy"
 """Name of the model; requests may name any other."""

@@ -29,7 +29,7 @@ from nemo_rl.agents.programs.interfaces import AgentError
 from nemo_rl.agents.programs.remains import end_processes
 from nemo_rl.config.schema.agents import HeadServerConfig, NemoGymConfig
 from nemo_rl.sandbox.scratch import remove
-from nemo_rl.utils.http import http_address
+from nemo_rl.utils.addresses import http_address
 
 logger = logging.getLogger(__name__)
 

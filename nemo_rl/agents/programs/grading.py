@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.agents.programs.interfaces import AgentError
-from nemo_rl.config.schema.tools import GraderConfig
+from nemo_rl.config.schema.kits import GraderConfig
 from nemo_rl.environments.interfaces import EnvironmentReturn, EpisodeStart
 from nemo_rl.kits.tools.grader import Grader
 

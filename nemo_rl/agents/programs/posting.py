@@ -9,7 +9,7 @@ import asyncio
 import httpx
 
 from nemo_rl.agents.programs.interfaces import AgentError, AgentTask
-from nemo_rl.utils.http import read_at_most
+from nemo_rl.utils.addresses import read_at_most
 
 SHOWN_CHARS = 200
 """Characters of a response in errors."""

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from nemo_rl.config import RolloutMasterConfig
-from nemo_rl.config.schema.tools import ToolEnvironmentConfig
+from nemo_rl.config.schema.kits import ToolEnvironmentConfig
 from nemo_rl.data.datasets.setup import RunData, setup_response_data
 from nemo_rl.data.interfaces import TokenizerType
 from nemo_rl.environments.registry import check_environment, env_class_path

@@ -14,8 +14,7 @@ from pydantic import BaseModel
 
 from nemo_rl.algorithms.runtime.resume_check import DATA_POSITION_FILE
 from nemo_rl.config import CheckpointingConfig
-from nemo_rl.utils.checkpoint import CheckpointManager
-from nemo_rl.utils.checkpoint_write import CheckpointWrite
+from nemo_rl.utils.checkpoint import CheckpointManager, CheckpointWrite
 
 
 class Savable(Protocol):

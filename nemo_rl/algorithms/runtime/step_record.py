@@ -30,8 +30,7 @@ from nemo_rl.config import MasterConfig, public_values
 from nemo_rl.config.schema.logger import RECORDS_FOLDER
 from nemo_rl.data.stored_rows import with_tokens
 from nemo_rl.experience.trajectory import Trajectory
-from nemo_rl.files.atomic_write import write_atomically
-from nemo_rl.files.optional_output import OptionalOutput
+from nemo_rl.files.writing import OptionalOutput, write_atomically
 from nemo_rl.losses.loss_function import AnyLossFunction
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.update_records import UpdateRecord, start_recording, take_records

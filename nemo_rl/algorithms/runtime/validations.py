@@ -15,8 +15,7 @@ from typing import Protocol
 
 from nemo_rl.config import CheckpointingConfig
 from nemo_rl.config.base.names import VALIDATION_METRICS
-from nemo_rl.utils.did_you_mean import did_you_mean
-from nemo_rl.utils.errors import CheckpointError, ConfigError
+from nemo_rl.utils.errors import CheckpointError, ConfigError, did_you_mean
 from nemo_rl.utils.logger import Logger
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from nemo_rl.config import CheckpointingConfig, Role, trained
 from nemo_rl.files.manifest import manifest_bytes
-from nemo_rl.host.disk_space import free_bytes, readable_bytes
+from nemo_rl.host.capacity import free_bytes, readable_bytes
 from nemo_rl.models.training.backends import training_backend
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.errors import CheckpointError

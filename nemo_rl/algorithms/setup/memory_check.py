@@ -9,10 +9,10 @@ from collections.abc import Mapping
 
 from nemo_rl.config import ClusterConfig, PolicyConfig, Role, model_ranks
 from nemo_rl.host.capacity import machine_bytes
-from nemo_rl.host.nvidia_smi import query_gpus
+from nemo_rl.host.machine_load import query_gpus
 from nemo_rl.models.capacity.memory import MemoryPlan
 from nemo_rl.models.training.backends import training_backend
-from nemo_rl.utils.cluster_address import cluster_address
+from nemo_rl.utils.addresses import cluster_address
 from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)

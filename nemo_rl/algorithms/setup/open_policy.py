@@ -24,7 +24,7 @@ from nemo_rl.models.policy.interfaces import TrainResult
 from nemo_rl.models.policy.lm_policy import TRAINING_KEYS, Policy
 from nemo_rl.models.policy.workers.loss_inputs import extra_keys, input_type_of
 from nemo_rl.models.training.backends import training_backend
-from nemo_rl.utils.cluster_address import cluster_address
+from nemo_rl.utils.addresses import cluster_address
 from nemo_rl.utils.errors import ConfigError
 
 _OF_TOKENS = (LossInputType.LOGPROB, LossInputType.VALUE)

@@ -21,7 +21,7 @@ from nemo_rl.config import (
     VenvConfig,
 )
 from nemo_rl.models.megatron.release import FUSED_GRADIENTS, MISSING_FUSED_GRADIENTS, missing_megatron_core
-from nemo_rl.utils.cluster_address import cluster_address
+from nemo_rl.utils.addresses import cluster_address
 from nemo_rl.utils.errors import ConfigError
 
 _REGISTRY = "nemo_rl.distributed.ray_actor_environment_registry"

@@ -83,7 +83,7 @@ def check_agent_endpoint(config: RunConfig) -> str:
     """
     from nemo_rl.environments.registry import env_class_path
     from nemo_rl.environments.workers.loading import load_env_class
-    from nemo_rl.utils.http import listener_of
+    from nemo_rl.utils.addresses import listener_of
 
     names = {str(name) for _, name in config.env_entries()}
     endpoint = config.cluster.agent_endpoint

@@ -19,8 +19,7 @@ from typing import Any
 
 import nemo_rl
 from nemo_rl.config import MasterConfig, public_text
-from nemo_rl.files.atomic_write import write_atomically
-from nemo_rl.files.optional_output import OptionalOutput
+from nemo_rl.files.writing import OptionalOutput, write_atomically
 from nemo_rl.utils.errors import RunInterruptedError
 
 RECORD_FILE = "run.json"

@@ -24,8 +24,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.user_errors import describe
 from nemo_rl.environments.user_frames import USER_MISTAKES, user_lines
 from nemo_rl.losses.loss_function import LOSSES
-from nemo_rl.utils.did_you_mean import did_you_mean
-from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True)

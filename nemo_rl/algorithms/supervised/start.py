@@ -33,8 +33,8 @@ from nemo_rl.data.collate_fn import preference_collate_fn
 from nemo_rl.data.datasets.processed_dataset import MixedDataset
 from nemo_rl.data.datasets.setup import RunData
 from nemo_rl.data.loader import build_loader
+from nemo_rl.data.streams.mixed_stream import training_stream
 from nemo_rl.data.streams.prompt_stream import GroupRewards, Prompts
-from nemo_rl.data.streams.training_stream import training_stream
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.cluster.machine_monitor import monitored
 from nemo_rl.distributed.virtual_cluster import init_ray

@@ -17,7 +17,7 @@ from nemo_rl.config import RunConfig, load_config, report_findings
 from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
 from nemo_rl.host.terminal import is_terminal
 from nemo_rl.launch.checks import Passed, Request
-from nemo_rl.utils.cluster_address import cluster_address
+from nemo_rl.utils.addresses import cluster_address
 
 CONFIGURATION, CLUSTER = "configuration", "cluster"
 _CLUSTER_DEADLINE_S = 120.0

@@ -8,8 +8,8 @@ from pathlib import Path
 from nemo_rl.commands.doctor.checks import Finding, Status, ok, skipped
 from nemo_rl.commands.doctor.requests import NodeRequest
 from nemo_rl.config import count_gpus
-from nemo_rl.host.disk_space import readable_bytes
-from nemo_rl.host.nvidia_smi import query_gpus
+from nemo_rl.host.capacity import readable_bytes
+from nemo_rl.host.machine_load import query_gpus
 
 _FIELDS = ("name", "driver_version", "memory.total", "memory.used", "index")
 _ANSWER_S = 20.0

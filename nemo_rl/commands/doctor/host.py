@@ -10,8 +10,7 @@ from nemo_rl.config import count_gpus
 from nemo_rl.distributed.cluster.local_ray import object_store_bytes
 from nemo_rl.distributed.cluster.start_checks import ray_folder, start_fault
 from nemo_rl.distributed.ranks.rendezvous import bind_free_port
-from nemo_rl.host.capacity import machine_bytes, usable_cores
-from nemo_rl.host.disk_space import readable_bytes
+from nemo_rl.host.capacity import machine_bytes, readable_bytes, usable_cores
 from nemo_rl.sandbox import why_unavailable
 from nemo_rl.sandbox.mechanisms import IN_ORDER
 from nemo_rl.utils.errors import ResourceInsufficientError

@@ -11,7 +11,7 @@ from nemo_rl.commands.doctor.checks import Check, Finding, skipped
 from nemo_rl.commands.doctor.runner import as_the_run_says
 from nemo_rl.config import MasterConfig
 from nemo_rl.launch.checks import CHECKS, Passed, Request, RunCheck
-from nemo_rl.utils.cluster_address import cluster_address
+from nemo_rl.utils.addresses import cluster_address
 
 _ADVICE = "The run's own steps would fail too; see docs/start/troubleshooting.md."
 

@@ -11,8 +11,7 @@ from functools import partial
 
 from nemo_rl.commands.doctor.checks import Check, Finding, Status, ok, skipped
 from nemo_rl.host.background import in_background
-from nemo_rl.launch.checks import Passed
-from nemo_rl.launch.library_logs import logs_of_library
+from nemo_rl.launch.checks import Passed, logs_of_library
 from nemo_rl.utils.errors import NemoRLError
 
 _REPORT_IT = "This is a bug in the check or in the code it calls: report it with the output of --json."

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from nemo_rl.commands.regrade.replay import Regraded
 from nemo_rl.data.messages.content import content_text
-from nemo_rl.files.atomic_write import write_atomically
+from nemo_rl.files.writing import write_atomically
 from nemo_rl.utils.errors import ConfigError
 
 _FILE_WIDTH = 140

@@ -9,7 +9,7 @@ import nemo_rl
 from nemo_rl.commands.report.page import make_page
 from nemo_rl.commands.report.run_files import find_run
 from nemo_rl.commands.report.run_view import RunView
-from nemo_rl.files.atomic_write import write_atomically
+from nemo_rl.files.writing import write_atomically
 from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -6,8 +6,7 @@ Invariant: speeds are those of data sheets, for one direction of a link; `costs`
 import re
 from dataclasses import dataclass, replace
 
-from nemo_rl.utils.did_you_mean import did_you_mean
-from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,8 @@ from nemo_rl.commands.size.search import HEADROOM, Search
 from nemo_rl.config import MasterConfig, load_config, report_findings
 from nemo_rl.config.base.paths import find_path
 from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
-from nemo_rl.launch.library_logs import logs_of_library
-from nemo_rl.utils.did_you_mean import did_you_mean
-from nemo_rl.utils.errors import ConfigError
+from nemo_rl.launch.checks import logs_of_library
+from nemo_rl.utils.errors import ConfigError, did_you_mean
 
 
 def size_run(arguments: argparse.Namespace) -> int:

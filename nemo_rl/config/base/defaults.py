@@ -6,8 +6,10 @@ this module is the only one that fills in defaults of the schema.
 """
 
 import copy
+import functools
+import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,40 @@ from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseExce
 from pydantic import BaseModel
 from pydantic_core import PydanticCustomError, PydanticUndefined
 
-from nemo_rl.config.base.resolvers import register_omegaconf_resolvers
 from nemo_rl.config.base.structure import FREE, Slot
+
+
+def _numbers(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    if len(values) < 2:
+        raise TypeError(f"it needs two numbers or more, and got {', '.join(map(repr, values)) or 'none'}")
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"{value!r} is not a number")
+    return values
+
+
+def _divided(number: float, by: float, *more: Any) -> float:
+    if more:
+        raise TypeError("it takes two numbers")
+    if by == 0:
+        raise TypeError(f"{number} cannot be divided by 0")
+    return number / by
+
+
+_RESOLVERS: dict[str, Callable[..., Any]] = {
+    "mul": lambda *values: functools.reduce(operator.mul, _numbers(values)),
+    "div": lambda *values: _divided(*_numbers(values)),
+    "add": lambda *values: sum(_numbers(values)),
+    "max": lambda *values: max(_numbers(values)),
+}
+
+
+def register_omegaconf_resolvers() -> None:
+    """Register `mul`, `div` (true division), `add` and `max` with OmegaConf; safe to call again."""
+    for name, function in _RESOLVERS.items():
+        if not OmegaConf.has_resolver(name):
+            OmegaConf.register_new_resolver(name, function)
+
 
 MISSING = "???"
 _REQUIRED = object()

@@ -1,8 +1,17 @@
-"""Lists the names of data sets for configurations, without importing the code of the data sets.
+"""Names that keys accept: of data sets, without importing their code, and of parts of a run.
 
-`nemo_rl.data` registers its builders under exactly these names. Invariant: this module holds plain data and imports
-nothing.
+A key that chooses a part takes a built-in name or the dotted path of a class.
 """
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from nemo_rl.config.base.availability import NOT_BUILT
+from nemo_rl.utils.errors import did_you_mean
 
 ARITHMETIC = "arithmetic"
 ARITHMETIC_SFT = "arithmetic_sft"
@@ -92,3 +101,37 @@ NOT_BUILT_DATASETS: tuple[str, ...] = (
     *("mmau", "mmpr-tiny", "refcoco"),
 )
 """Data sets of NeMo RL that do not exist here, or not for every algorithm."""
+
+OWN_CLASS = "the dotted path of a class"
+
+
+@dataclass(frozen=True)
+class PartName:
+    """Restricts a key to built-in names and dotted paths."""
+
+    names: tuple[str, ...]
+    """Built-in names."""
+    not_built: Mapping[str, str] = field(default_factory=dict)
+    """Names of NeMo RL whose features do not exist here yet, each with the feature."""
+
+    @property
+    def allowed(self) -> str:
+        """The values that pass, for people."""
+        return " or ".join([*self.names, OWN_CLASS])
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def _check(self, value: str | None) -> str | None:
+        if value is None or value in self.names or is_own_class(value):
+            return value
+        if value in self.not_built:
+            raise PydanticCustomError("not_available", f"{NOT_BUILT}: {{feature}}", {"feature": self.not_built[value]})
+        hint = did_you_mean(value, self.names).strip()
+        problem = f"no such name ({hint[0].lower()}{hint[1:]})" if hint else "no such name"
+        raise PydanticCustomError("part_name", "{problem}", {"problem": problem})
+
+
+def is_own_class(name: str | None) -> bool:
+    """Return whether a name is the dotted path of a user's class."""
+    return name is not None and "." in name

@@ -21,7 +21,7 @@ from pydantic import BaseModel, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from nemo_rl.config.base.availability import Later, Only
-from nemo_rl.config.base.part_names import PartName
+from nemo_rl.config.base.names import PartName
 
 
 @dataclass(frozen=True)

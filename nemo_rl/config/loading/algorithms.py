@@ -4,10 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from nemo_rl.config.loading.inheritance import load_config_with_inheritance
-from nemo_rl.config.runs.distillation import DistillationMasterConfig
 from nemo_rl.config.runs.eval import EvalMasterConfig
-from nemo_rl.config.runs.ppo import PPOMasterConfig
-from nemo_rl.config.runs.rollouts import GRPOMasterConfig
+from nemo_rl.config.runs.rollouts import DistillationMasterConfig, GRPOMasterConfig, PPOMasterConfig
 from nemo_rl.config.runs.run import RunConfig
 from nemo_rl.config.runs.supervised import DPOMasterConfig, RMMasterConfig, SFTMasterConfig
 from nemo_rl.utils.errors import ConfigError

@@ -15,8 +15,8 @@ from nemo_rl.config.base.names import NOT_BUILT_ENVIRONMENTS
 from nemo_rl.config.base.structure import value_at
 from nemo_rl.config.loading.algorithms import ALGORITHMS
 from nemo_rl.config.loading.inheritance import Layer, read_layers
+from nemo_rl.config.loading.key_errors import unknown_keys
 from nemo_rl.config.loading.load import layers_of, merged, validated, variables_in, without_removed
-from nemo_rl.config.loading.unknown_keys import unknown_keys
 from nemo_rl.config.runs.run import RunConfig
 from nemo_rl.utils.errors import ConfigError
 

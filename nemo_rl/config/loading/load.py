@@ -21,20 +21,32 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from nemo_rl.config.base.defaults import fill_defaults, plain_values
+from nemo_rl.config.base.defaults import fill_defaults, plain_values, register_omegaconf_resolvers
 from nemo_rl.config.base.hidden_values import hidden_in, hidden_values, places_still_hidden, public_values
-from nemo_rl.config.base.resolvers import register_omegaconf_resolvers
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.base.spellings import in_own_section, unified
 from nemo_rl.config.base.structure import Slot, has_key, known_keys, mappings_in, value_at
-from nemo_rl.config.loading.dotted_names import joined, names_in, with_dots, with_names
 from nemo_rl.config.loading.idle_keys import idle_keys
 from nemo_rl.config.loading.inheritance import Layer, merge_layers, read_layers
-from nemo_rl.config.loading.overrides import apply_override, apply_to_schema, parse_override
+from nemo_rl.config.loading.key_errors import (
+    keep_sections,
+    problem_lines,
+    refuse_unknown_keys,
+    short,
+    unknown_keys,
+    unusable_values,
+    without_followers,
+)
+from nemo_rl.config.loading.overrides import (
+    apply_override,
+    apply_to_schema,
+    joined,
+    names_in,
+    parse_override,
+    with_dots,
+    with_names,
+)
 from nemo_rl.config.loading.sources import Sources, dotted_path
-from nemo_rl.config.loading.unknown_keys import refuse_unknown_keys, unknown_keys
-from nemo_rl.config.loading.unusable import keep_sections, unusable_values
-from nemo_rl.config.loading.validation_errors import problem_lines, short, without_followers
 from nemo_rl.config.runs.dependent_keys import fill_dependent_keys
 from nemo_rl.config.runs.rollouts import GRPOMasterConfig
 from nemo_rl.config.runs.run import RunConfig

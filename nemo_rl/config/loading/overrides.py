@@ -5,7 +5,9 @@
 with an example that works; a key that is known to the schema exists, whether or not a file writes it.
 """
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -15,14 +17,74 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
+from yaml import YAMLError
 
 from nemo_rl.config.base.names import OVERRIDE_MARKER
 from nemo_rl.config.base.structure import Slot, find_slot, known_keys, value_at
-from nemo_rl.config.loading.dotted_names import shown
+from nemo_rl.config.loading.key_errors import explain_unknown
 from nemo_rl.config.loading.sources import Sources
-from nemo_rl.config.loading.unknown_keys import explain_unknown
-from nemo_rl.utils.did_you_mean import did_you_mean
-from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.errors import ConfigError, did_you_mean
+
+DOT = "\x1f"
+"""Replaces the dots of a name while an override is applied."""
+
+
+def names_in(key: str, tree: Any) -> list[str]:
+    """Return the names with dots that an override's key contains, the longest first.
+
+    Args:
+        key: dotted key, for example `env.my_env.Env.key`.
+        tree: the configuration as plain dicts and lists.
+    """
+    known = sorted({name for name in _dotted_keys(tree) if _place_of(name).search(key)}, key=len, reverse=True)
+    return [name for i, name in enumerate(known) if not any(name in longer for longer in known[:i])]
+
+
+def joined(key: str, names: list[str]) -> str:
+    """Return the key with the dots of these names replaced."""
+    for name in names:
+        key = _place_of(name).sub(name.replace(".", DOT), key)
+    return key
+
+
+def with_names(tree: Any, names: list[str]) -> Any:
+    """Return the tree with the dots of these keys replaced."""
+    table = {name: name.replace(".", DOT) for name in names}
+    return _renamed(tree, lambda key: table.get(key, key))
+
+
+def with_dots(tree: Any) -> Any:
+    """Return the tree with the dots restored."""
+    return _renamed(tree, shown)
+
+
+def shown(text: Any) -> Any:
+    """Return a key or a message as a user writes it."""
+    return text.replace(DOT, ".") if isinstance(text, str) else text
+
+
+def _renamed(tree: Any, rename: Any) -> Any:
+    if isinstance(tree, Mapping):
+        return {rename(key): _renamed(value, rename) for key, value in tree.items()}
+    return [_renamed(value, rename) for value in tree] if isinstance(tree, list) else tree
+
+
+def _dotted_keys(tree: Any) -> Iterator[str]:
+    """Yield keys with dots, and environments with dots that data entries name."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            if isinstance(key, str) and "." in key:
+                yield key
+            if key == "env_name" and isinstance(value, str) and "." in value and "${" not in value:
+                yield value
+    children = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list) else ()
+    for child in children:
+        yield from _dotted_keys(child)
+
+
+def _place_of(name: str) -> re.Pattern[str]:
+    return re.compile(rf"(?<=\.){re.escape(name)}(?=\.|$)")
+
 
 _EXAMPLES = (
     "Write key=value (grpo.num_prompts_per_step=8), +key=value to add a key, ++key=value to set or add, "
@@ -205,3 +267,41 @@ def _grammar_hint(text: str, error: Exception) -> str:
 def _list_example(override: Override, text: str) -> str:
     values = text.partition("=")[2]
     return f"'{override.key_or_group}=[{values}]'"
+
+
+def dotlist_to_overrides(arguments: Sequence[str]) -> list[str]:
+    """Rewrite the `key=value` arguments of a command line; options stay as they are.
+
+    Args:
+        arguments: for example `["--config", "a.yaml", "data.prompt_file=null"]`.
+
+    Example:
+        >>> dotlist_to_overrides(["generation.stop_strings=[a b, c]"])
+        ['++generation.stop_strings=["a b","c"]']
+    """
+    return [
+        _translate(text) if "=" in text and not text.startswith(("-", "+", "~")) and before != "--config" else text
+        for before, text in zip(["", *arguments], arguments, strict=False)
+    ]
+
+
+def _translate(text: str) -> str:
+    key, _, written = text.partition("=")
+    try:
+        parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={written}"]), resolve=False)
+        value = parsed["value"]
+    except YAMLError:
+        value = written
+    return f"++{key}={_in_hydra_grammar(value)}"
+
+
+def _in_hydra_grammar(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_in_hydra_grammar(below)}" for key, below in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_in_hydra_grammar, value)) + "]"
+    if value is None or isinstance(value, bool | int | float):
+        return json.dumps(value)
+    # Within quotes only a quote is escaped, and backslashes directly before one.
+    escaped = re.sub(r'(\\+)(?="|$)', r"\1\1", str(value)).replace('"', '\\"')
+    return f'"{escaped}"'

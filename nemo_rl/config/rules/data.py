@@ -18,9 +18,8 @@ from nemo_rl.config.base.names import (
     RESPONSE_DATASET_NAMES,
 )
 from nemo_rl.config.rules.broken_rules import Findings
-from nemo_rl.config.schema.curriculum import CurriculumConfig
-from nemo_rl.config.schema.data import DataConfig, DatasetConfig
-from nemo_rl.utils.did_you_mean import did_you_mean
+from nemo_rl.config.schema.data import CurriculumConfig, DataConfig, DatasetConfig
+from nemo_rl.utils.errors import did_you_mean
 
 NEED_PATH = (
     "ResponseDataset",

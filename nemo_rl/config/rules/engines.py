@@ -7,7 +7,7 @@ a larger one takes whole machines, and its tensor-parallel groups stay on a mach
 
 from collections.abc import Iterable, Sequence
 
-from nemo_rl.config.base.part_names import is_own_class
+from nemo_rl.config.base.names import is_own_class
 from nemo_rl.config.rules.broken_rules import Findings, nearest_multiples
 from nemo_rl.config.schema.model.generation import EngineConfig, GenerationConfig
 

@@ -16,7 +16,7 @@ from nemo_rl.config.schema.algorithms.evaluation import (
     EvalGenerationConfig,
     EvalTokenizerConfig,
 )
-from nemo_rl.utils.did_you_mean import did_you_mean
+from nemo_rl.utils.errors import did_you_mean
 
 LOCALES = (
     *("AR-XY", "BN-BD", "DE-DE", "ES-LA", "FR-FR", "HI-IN", "ID-ID"),

@@ -6,7 +6,7 @@
 
 from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.schema.algorithms.loss_fn import ClippedPGLossConfig
-from nemo_rl.config.schema.algorithms.rewarded_training import RewardedTrainingConfig
+from nemo_rl.config.schema.algorithms.rollout_training import RewardedTrainingConfig
 from nemo_rl.config.schema.model.policy import PolicyConfig
 
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Collection, Mapping
 
-from nemo_rl.config.base.part_names import is_own_class
+from nemo_rl.config.base.names import is_own_class
 from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.named_part import NamedPartConfig
-from nemo_rl.utils.did_you_mean import did_you_mean
+from nemo_rl.utils.errors import did_you_mean
 
 
 def check_named_parts(parts: Mapping[str, NamedPartConfig]) -> Findings:

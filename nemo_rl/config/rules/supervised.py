@@ -8,8 +8,7 @@ from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.rules.data import check_dataset, check_shares, named_entries
 from nemo_rl.config.rules.model import check_backend, check_trainable
 from nemo_rl.config.rules.training import check_lengths, check_shards, check_validation
-from nemo_rl.config.schema.algorithms.dpo import DPOConfig
-from nemo_rl.config.schema.algorithms.supervised import SupervisedConfig
+from nemo_rl.config.schema.algorithms.supervised import DPOConfig, SupervisedConfig
 from nemo_rl.config.schema.checkpointing import CheckpointingConfig
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.data import DataConfig

@@ -11,21 +11,20 @@ from nemo_rl.config.rules.engines import check_engines
 from nemo_rl.config.rules.megatron import check_offloading
 from nemo_rl.config.rules.model import check_backend, check_one_layout, check_trainable
 from nemo_rl.config.rules.number_formats import check_engine_formats, check_fp8_training
-from nemo_rl.config.rules.placement.topology import data_parallel_ranks, plan_topology
+from nemo_rl.config.rules.topology import data_parallel_ranks, plan_topology
 from nemo_rl.config.schema.algorithms.grpo import GRPOConfig
 from nemo_rl.config.schema.algorithms.loss_fn import ClippedPGLossConfig
-from nemo_rl.config.schema.algorithms.rewarded_training import (
+from nemo_rl.config.schema.algorithms.rollout_training import (
     RewardedTrainingConfig,
     RewardScalingConfig,
     RewardShapingConfig,
+    RolloutTrainingConfig,
 )
-from nemo_rl.config.schema.algorithms.rollout_training import RolloutTrainingConfig
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.data import DataConfig
 from nemo_rl.config.schema.model.generation import GenerationConfig
 from nemo_rl.config.schema.model.policy import PolicyConfig
-from nemo_rl.utils.did_you_mean import did_you_mean
-from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.errors import ConfigError, did_you_mean
 
 
 def check_batches(

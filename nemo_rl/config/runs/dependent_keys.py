@@ -29,16 +29,13 @@ from pydantic_core import to_jsonable_python
 from nemo_rl.config.base.paths import find_path
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.rules.engines import ranks_of_engine
-from nemo_rl.config.rules.placement.roles import trained
-from nemo_rl.config.rules.placement.topology import plan_topology
+from nemo_rl.config.rules.topology import plan_topology, trained
 from nemo_rl.config.runs.eval import EvalMasterConfig
-from nemo_rl.config.runs.ppo import PPOMasterConfig
-from nemo_rl.config.runs.rollouts import GRPOMasterConfig, MasterConfig, RolloutMasterConfig
+from nemo_rl.config.runs.rollouts import GRPOMasterConfig, MasterConfig, PPOMasterConfig, RolloutMasterConfig
 from nemo_rl.config.runs.run import RunConfig
 from nemo_rl.config.schema.agents import NEMO_GYM, AgentKeys, NemoGymConfig
 from nemo_rl.config.schema.algorithms.overlap import AsyncGRPOConfig, AsyncRLConfig
-from nemo_rl.config.schema.algorithms.rewarded_training import RewardedTrainingConfig
-from nemo_rl.config.schema.algorithms.rollout_training import RolloutTrainingConfig
+from nemo_rl.config.schema.algorithms.rollout_training import RewardedTrainingConfig, RolloutTrainingConfig
 from nemo_rl.config.schema.checkpointing import CheckpointingConfig
 from nemo_rl.config.schema.model.generation import GenerationConfig
 from nemo_rl.config.schema.model.policy import PolicyConfig

@@ -9,9 +9,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from nemo_rl.config.rules.placement.topology import plan_topology
+from nemo_rl.config.rules.topology import plan_topology
 from nemo_rl.config.runs.run import RunConfig
-from nemo_rl.utils.cluster_address import cluster_address
+from nemo_rl.utils.addresses import cluster_address
 from nemo_rl.utils.errors import ConfigError
 
 _DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")

@@ -19,8 +19,7 @@ from nemo_rl.config.rules.evaluation import (
 from nemo_rl.config.rules.files import PathKey, tokenizer_paths
 from nemo_rl.config.rules.named_parts import check_venvs
 from nemo_rl.config.rules.overlap import check_rollout_runners
-from nemo_rl.config.rules.rewards.agents import unused_environments
-from nemo_rl.config.rules.rewards.nemo_gym import check_http_server, check_nemo_gym
+from nemo_rl.config.rules.rewards import check_http_server, check_nemo_gym, unused_environments
 from nemo_rl.config.runs.run import RunConfig
 from nemo_rl.config.schema.agents import PLUGIN_KEYS, AgentKeys
 from nemo_rl.config.schema.algorithms.evaluation import (

@@ -1,8 +1,4 @@
-"""The base of the master configurations of training, and that of GRPO.
-
-`load_config(..., schema=...)` takes a master configuration. Types check single keys; `check` checks keys against each
-other, before Ray starts.
-"""
+"""The master configurations of training on rollouts: their base, GRPO, PPO and on-policy distillation."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -15,16 +11,29 @@ from nemo_rl.config.rules.data import check_data, named_entries
 from nemo_rl.config.rules.files import PathKey, tokenizer_paths
 from nemo_rl.config.rules.loss import check_loss
 from nemo_rl.config.rules.megatron import unknown_families
-from nemo_rl.config.rules.named_parts import check_named_parts, check_venvs
+from nemo_rl.config.rules.named_parts import check_named_parts, check_source_of_distillation, check_venvs
 from nemo_rl.config.rules.overlap import check_one_overlap, check_overlap, check_rollout_runners, check_stale_mismatch
-from nemo_rl.config.rules.placement.judges import Judges, check_judges, left_by_judges
-from nemo_rl.config.rules.placement.roles import Role
-from nemo_rl.config.rules.placement.second_models import check_placements, check_second_models
-from nemo_rl.config.rules.placement.topology import divide_cluster
-from nemo_rl.config.rules.rewards.agents import check_agents, unused_environments
-from nemo_rl.config.rules.rewards.efforts import check_effort_levels
-from nemo_rl.config.rules.rewards.nemo_gym import check_http_server, check_nemo_gym, left_by_gym
-from nemo_rl.config.rules.rewards.penalties import check_reward_penalties
+from nemo_rl.config.rules.rewards import (
+    check_agents,
+    check_effort_levels,
+    check_http_server,
+    check_nemo_gym,
+    check_ppo,
+    check_reward_penalties,
+    check_value,
+    left_by_gym,
+    unused_environments,
+)
+from nemo_rl.config.rules.second_models import (
+    Judges,
+    check_distillation_loss,
+    check_judges,
+    check_placements,
+    check_second_models,
+    check_teacher,
+    left_by_judges,
+)
+from nemo_rl.config.rules.topology import Role, divide_cluster
 from nemo_rl.config.rules.trackers import check_records
 from nemo_rl.config.rules.training import (
     check_advantages,
@@ -33,23 +42,28 @@ from nemo_rl.config.rules.training import (
     check_generation,
     check_grpo,
     check_lengths,
+    check_rewards,
     check_validation,
 )
 from nemo_rl.config.runs.run import INHERITED, RunConfig
 from nemo_rl.config.schema.agents import PLUGIN_KEYS, AgentKeys
-from nemo_rl.config.schema.algorithms.effort_levels import EffortLevelConfig
+from nemo_rl.config.schema.algorithms.distillation import (
+    CROSS_TOKENIZER,
+    DistillationConfig,
+    DistillationLossConfig,
+    TeacherConfig,
+)
 from nemo_rl.config.schema.algorithms.grpo import GRPOConfig
 from nemo_rl.config.schema.algorithms.loss_fn import ClippedPGLossConfig
 from nemo_rl.config.schema.algorithms.overlap import AsyncRLConfig
-from nemo_rl.config.schema.algorithms.reward_penalties import RewardPenaltyConfig
-from nemo_rl.config.schema.algorithms.rewarded_training import RewardedTrainingConfig
-from nemo_rl.config.schema.algorithms.rollout_training import RolloutTrainingConfig
+from nemo_rl.config.schema.algorithms.ppo import MseValueLossConfig, PPOConfig, ValueConfig
+from nemo_rl.config.schema.algorithms.reward_penalties import EffortLevelConfig, RewardPenaltyConfig
+from nemo_rl.config.schema.algorithms.rollout_training import RewardedTrainingConfig, RolloutTrainingConfig
 from nemo_rl.config.schema.checkpointing import CheckpointingConfig
 from nemo_rl.config.schema.cluster import ClusterConfig, DataPlaneConfig
 from nemo_rl.config.schema.data import DataConfig
 from nemo_rl.config.schema.env import EnvironmentMap
-from nemo_rl.config.schema.judge_engine import JudgeEngineConfig
-from nemo_rl.config.schema.judges import LLMJudgeConfig, RewardModelEnvironmentConfig
+from nemo_rl.config.schema.judges import JudgeEngineConfig, LLMJudgeConfig, RewardModelEnvironmentConfig
 from nemo_rl.config.schema.logger import LoggerConfig
 from nemo_rl.config.schema.model.policy import PolicyConfig
 from nemo_rl.config.schema.named_part import NamedPartConfig
@@ -322,4 +336,104 @@ class GRPOMasterConfig(PolicyGradientMasterConfig):
             check_agents(self.env, self.grpo, self.cluster),
             check_reward_penalties(self.reward_penalties),
             check_effort_levels(self.effort_levels, self.grpo),
+        )
+
+
+class PPOCheckpointingConfig(CheckpointingConfig):
+    """Saving and keeping checkpoints; a run started again resumes from the newest one."""
+
+    checkpoint_dir: str = "results/ppo"
+    """Folder of the checkpoints, one step_<N> folder each."""
+
+
+class PPOMasterConfig(PolicyGradientMasterConfig):
+    """Configuration of `examples/run_ppo.py`."""
+
+    cpu_config: ClassVar[str] = "examples/configs/ppo_math_cpu.yaml"
+
+    ppo: PPOConfig = Field(default_factory=PPOConfig)
+    """The algorithm."""
+    value: ValueConfig
+    """The critic: the model that predicts rewards."""
+    value_loss_fn: MseValueLossConfig = Field(default_factory=MseValueLossConfig)
+    """The loss of the critic."""
+    checkpointing: PPOCheckpointingConfig = Field(default_factory=PPOCheckpointingConfig)
+    """Saving and resuming."""
+
+    @property
+    def algorithm(self) -> PPOConfig:
+        """The section `ppo`."""
+        return self.ppo
+
+    @property
+    @override
+    def num_epochs(self) -> int:
+        return self.ppo.ppo_epochs
+
+    @property
+    @override
+    def named_parts(self) -> Mapping[str, NamedPartConfig]:
+        return {"loss_fn": self.loss_fn, "ppo.rollout_source": self.ppo.rollout_source}
+
+    @override
+    def findings(self) -> Findings:
+        return chain(
+            super().findings(),
+            self.policy_gradient_findings("ppo"),
+            check_rewards("ppo", self.ppo),
+            check_ppo(self.ppo, self.loss_fn),
+            check_value(self.ppo, self.value),
+        )
+
+
+class DistillationCheckpointingConfig(CheckpointingConfig):
+    """Saving and keeping checkpoints; a run started again resumes from the newest one."""
+
+    checkpoint_dir: str = "results/distillation"
+    """Folder of the checkpoints, one step_<N> folder each."""
+
+
+class DistillationMasterConfig(RolloutMasterConfig):
+    """Configuration of `examples/run_distillation.py`."""
+
+    cpu_config: ClassVar[str] = "examples/configs/distillation_math_cpu.yaml"
+
+    later: ClassVar[dict[str, str]] = MasterConfig.later | {"teachers": CROSS_TOKENIZER}
+
+    distillation: DistillationConfig = Field(default_factory=DistillationConfig)
+    """The algorithm."""
+    loss_fn: DistillationLossConfig = Field(default_factory=DistillationLossConfig)
+    """The divergence between teacher and student."""
+    policy: PolicyConfig
+    """The student: the model that is trained."""
+    teacher: TeacherConfig
+    """The model that the student learns from."""
+    checkpointing: DistillationCheckpointingConfig = Field(default_factory=DistillationCheckpointingConfig)
+    """Saving and resuming."""
+
+    @property
+    def algorithm(self) -> DistillationConfig:
+        """The section `distillation`."""
+        return self.distillation
+
+    @property
+    @override
+    def named_parts(self) -> Mapping[str, NamedPartConfig]:
+        return {"loss_fn": self.loss_fn, "distillation.rollout_source": self.distillation.rollout_source}
+
+    @override
+    def findings(self) -> Findings:
+        return chain(
+            super().findings(),
+            check_source_of_distillation(self.distillation.rollout_source),
+            check_overlap("distillation", self.distillation, self.policy, self.cluster),
+            check_rollout_runners(self.distillation, self.policy, self.cluster),
+            check_teacher(self.teacher),
+            check_batches("distillation", self.distillation, self.policy, self.policy_cluster),
+            check_lengths(self.policy, self.data),
+            check_generation(self.policy, self.policy_cluster),
+            check_distillation_loss(self.loss_fn),
+            check_early_stop("distillation", self.distillation),
+            check_data(self.data, self.env),
+            check_validation("distillation", self.distillation, self.data),
         )

@@ -9,7 +9,7 @@ from pydantic import PrivateAttr
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.rules.broken_rules import Findings, report_findings
 from nemo_rl.config.rules.files import PathKey, check_files
-from nemo_rl.config.rules.placement.roles import Role
+from nemo_rl.config.rules.topology import Role
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.model.policy import PolicyConfig
 from nemo_rl.config.schema.named_part import NamedPartConfig

@@ -19,11 +19,12 @@ from nemo_rl.config.rules.supervised import (
     check_supervised,
 )
 from nemo_rl.config.runs.rollouts import MasterConfig
-from nemo_rl.config.schema.algorithms.dpo import DPOConfig
-from nemo_rl.config.schema.algorithms.rm import RMConfig, RMPolicyConfig
-from nemo_rl.config.schema.algorithms.sft import SFTConfig
 from nemo_rl.config.schema.algorithms.supervised import (
+    DPOConfig,
     PairPolicyConfig,
+    RMConfig,
+    RMPolicyConfig,
+    SFTConfig,
     SupervisedConfig,
     SupervisedDataConfig,
     SupervisedPolicyConfig,

@@ -8,22 +8,22 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from nemo_rl.config.base.addresses import Host, HttpAddress
-from nemo_rl.config.base.numbers import (
+from nemo_rl.config.base.section import Section
+from nemo_rl.config.base.value_types import (
     Amount,
     Count,
     CountOrZero,
     Gibibytes,
+    Host,
+    HttpAddress,
     Mebibytes,
     Port,
     ProgramMebibytes,
     Seconds,
     Workers,
 )
-from nemo_rl.config.base.section import Section
-from nemo_rl.config.schema.algorithms.effort_levels import EffortLevelConfig
-from nemo_rl.config.schema.sandbox import SandboxKeys
-from nemo_rl.config.schema.tools import GraderConfig
+from nemo_rl.config.schema.algorithms.reward_penalties import EffortLevelConfig
+from nemo_rl.config.schema.kits import GraderConfig, SandboxKeys
 
 _BELONGS_TO = {"kwargs": "program", "environment": "command", "readable": "command"}
 

@@ -9,8 +9,8 @@ from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from nemo_rl.config.base.availability import Only
-from nemo_rl.config.base.numbers import Amount, Count, Seconds
 from nemo_rl.config.base.section import Section
+from nemo_rl.config.base.value_types import Amount, Count, Seconds
 
 
 def _has_side(metric: str) -> str:

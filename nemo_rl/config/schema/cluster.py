@@ -9,10 +9,10 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from nemo_rl.config.base.availability import OnlyWith
-from nemo_rl.config.base.numbers import Count, CountOrZero, Gibibytes, Port, Seconds, Workers, WorkersOrNone
 from nemo_rl.config.base.section import Section
+from nemo_rl.config.base.value_types import Count, CountOrZero, Gibibytes, Port, Seconds, Workers, WorkersOrNone
 from nemo_rl.config.schema.agents import AgentEndpointConfig
-from nemo_rl.optimizations.table import OPTIMIZATIONS
+from nemo_rl.optimizations.switch import OPTIMIZATIONS
 
 
 def _as_text(value: Any) -> Any:

@@ -9,15 +9,23 @@ from typing import Annotated, Any, ClassVar, Literal, TypedDict
 
 from pydantic import ConfigDict, Field
 
-from nemo_rl.config.base.numbers import Amount, Count, Gibibytes, Seconds, Workers
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.base.structure import NamedSections
-from nemo_rl.config.schema.adapters import GymnasiumConfig, ReasoningGymConfig, TextArenaConfig, VerifiersConfig
+from nemo_rl.config.base.value_types import Amount, Count, Gibibytes, Seconds, Workers
 from nemo_rl.config.schema.agents import NEMO_GYM, AgentEnvironmentConfig, NemoGymConfig
-from nemo_rl.config.schema.games import BlackjackConfig, GameSection, SlidingPuzzleEnvironmentConfig
 from nemo_rl.config.schema.judges import LLMJudgeConfig, RewardModelEnvironmentConfig
-from nemo_rl.config.schema.sandbox import SandboxKeys
-from nemo_rl.config.schema.tools import RAGEnvironmentConfig, ToolEnvironmentConfig
+from nemo_rl.config.schema.kits import (
+    BlackjackConfig,
+    GameSection,
+    GymnasiumConfig,
+    RAGEnvironmentConfig,
+    ReasoningGymConfig,
+    SandboxKeys,
+    SlidingPuzzleEnvironmentConfig,
+    TextArenaConfig,
+    ToolEnvironmentConfig,
+    VerifiersConfig,
+)
 
 
 class EnvironmentSection(Section):

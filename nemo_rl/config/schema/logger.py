@@ -8,8 +8,8 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from nemo_rl.config.base.availability import OnlyWith
-from nemo_rl.config.base.numbers import CountOrZero, Seconds
 from nemo_rl.config.base.section import Section
+from nemo_rl.config.base.value_types import CountOrZero, Seconds
 
 RECORDS_FOLDER = "steps"
 """Folder of the records of `record_steps` in the log folder of a run."""

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from nemo_rl.config.base.part_names import PartName
+from nemo_rl.config.base.names import PartName
 from nemo_rl.config.base.section import Section
 
 

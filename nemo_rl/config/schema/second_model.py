@@ -8,8 +8,8 @@ from typing import ClassVar, Literal, override
 
 from pydantic import Field
 
-from nemo_rl.config.base.numbers import Count, Tokens
 from nemo_rl.config.base.section import derived
+from nemo_rl.config.base.value_types import Count, Tokens
 from nemo_rl.config.schema.model.generation import GenerationConfig
 from nemo_rl.config.schema.model.policy import PlacementConfig, PolicyConfig
 

@@ -24,4 +24,4 @@ __all__ = [
     "update_single_dataset_config",
 ]
 
-__getattr__ = public_names(__name__, {"load_eval_dataset": "nemo_rl.evals.datasets"})
+__getattr__ = public_names(__name__, {"load_eval_dataset": "nemo_rl.evals.prompts"})

@@ -13,16 +13,14 @@ from typing import Any
 from nemo_rl.config import DatasetConfig
 from nemo_rl.config.base.names import PLAIN_TEXT
 from nemo_rl.data.bad_rows import RowError
-from nemo_rl.data.datasets.arithmetic.problems import TRAIN
+from nemo_rl.data.datasets.arithmetic import TRAIN
 from nemo_rl.data.datasets.hub import HubSource, load_table
 from nemo_rl.data.datasets.raw_dataset import FormattedRow, FormattedRows, RawDataset, Row
 from nemo_rl.data.datasets.rows.readers import RowTable, read_file
 from nemo_rl.data.datasets.rows.values import kind_of, plain_text, text_of, value_of
 from nemo_rl.data.messages.content import content_text
 from nemo_rl.data.messages.conversations import ENDS
-from nemo_rl.data.messages.loss_flags import is_excluded
-from nemo_rl.data.messages.template_form import ROLES
-from nemo_rl.data.messages.tools import parsed_json, tools_of
+from nemo_rl.data.messages.template_form import ROLES, is_excluded, parsed_json, tools_of
 from nemo_rl.utils.errors import DataError
 
 ASSISTANT = "assistant"

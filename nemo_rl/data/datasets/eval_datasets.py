@@ -1,5 +1,5 @@
-"""Re-exports problems with known answers under NeMo RL's path, see `nemo_rl.evals.datasets`."""
+"""Re-exports problems with known answers under NeMo RL's path, see `nemo_rl.evals.prompts`."""
 
 from nemo_rl.compat.public_names import public_names
 
-__getattr__ = public_names(__name__, {"load_eval_dataset": "nemo_rl.evals.datasets"})
+__getattr__ = public_names(__name__, {"load_eval_dataset": "nemo_rl.evals.prompts"})

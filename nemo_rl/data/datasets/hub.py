@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_rl.config import DatasetConfig
-from nemo_rl.data.datasets.arithmetic.problems import VALIDATION
+from nemo_rl.data.datasets.arithmetic import VALIDATION
 from nemo_rl.data.datasets.rows.readers import RowTable, is_file_path, read_file, table_of
 from nemo_rl.files.hub_download import download
 from nemo_rl.utils.errors import DataError, DownloadError

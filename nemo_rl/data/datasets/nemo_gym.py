@@ -9,7 +9,7 @@ from typing import Any
 
 from nemo_rl.config import DatasetConfig
 from nemo_rl.data.bad_rows import RowError
-from nemo_rl.data.datasets.arithmetic.problems import TRAIN
+from nemo_rl.data.datasets.arithmetic import TRAIN
 from nemo_rl.data.datasets.hub import HubSource, load_table
 from nemo_rl.data.datasets.raw_dataset import FormattedRows, RawDataset, Row
 from nemo_rl.data.datasets.rows.values import kind_of, plain_text, text_of, value_of

@@ -11,7 +11,6 @@ import numpy as np
 
 from nemo_rl.config import DatasetConfig
 from nemo_rl.data.bad_rows import BadRow, RowError
-from nemo_rl.data.datasets.rows.arrow_nulls import ArrowNulls
 from nemo_rl.data.datasets.rows.readers import NOT_UTF8, RowTable, is_table
 from nemo_rl.data.interfaces import TaskDataProcessFnCallable, TaskDataSpec
 from nemo_rl.data.processors import get_processor
@@ -19,6 +18,45 @@ from nemo_rl.utils.errors import DataError
 
 if TYPE_CHECKING:
     import datasets
+    import pyarrow
+
+
+class ArrowNulls:
+    """Removes added nulls from the rows of one table.
+
+    A null stays if its field is null in every row: then no other row can have caused it, so it was written on purpose
+    (`"default": null`).
+    """
+
+    def __init__(self, rows: "datasets.Dataset") -> None:
+        import pyarrow
+
+        self._nested: dict[str, pyarrow.DataType] = {
+            field.name: field.type for field in rows.data.schema if pyarrow.types.is_nested(field.type)
+        }
+
+    def removed(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Return the row without added nulls; columns without structs and lists stay as they are."""
+        if not self._nested:
+            return row
+        return {key: _without(value, self._nested[key]) if key in self._nested else value for key, value in row.items()}
+
+
+def _without(value: Any, kind: "pyarrow.DataType") -> Any:
+    from pyarrow import types
+
+    if isinstance(value, dict) and types.is_struct(kind):
+        fields = {field.name: field.type for field in kind}
+        return {
+            key: _without(below, fields[key]) if key in fields else below
+            for key, below in value.items()
+            if below is not None or key not in fields or types.is_null(fields[key])
+        }
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    if isinstance(value, list) and is_list:
+        return [_without(below, kind.value_type) for below in value]
+    return value
+
 
 Row = Mapping[str, Any]
 FormattedRow = dict[str, Any]

@@ -11,13 +11,12 @@ from typing import Any
 
 from nemo_rl.config import DatasetConfig
 from nemo_rl.data.bad_rows import RowError
-from nemo_rl.data.datasets.arithmetic.problems import TRAIN, VALIDATION
+from nemo_rl.data.datasets.arithmetic import TRAIN, VALIDATION
 from nemo_rl.data.datasets.conversation_datasets import message_list
 from nemo_rl.data.datasets.raw_dataset import FormattedRows, RawDataset, Row
 from nemo_rl.data.datasets.rows.readers import RowTable
 from nemo_rl.data.datasets.rows.values import value_of
-from nemo_rl.utils.did_you_mean import did_you_mean
-from nemo_rl.utils.errors import DataError
+from nemo_rl.utils.errors import DataError, did_you_mean
 from nemo_rl.utils.imports import import_dotted
 
 DatasetFactory = Callable[[DatasetConfig, str], RawDataset]

@@ -5,31 +5,71 @@ Runs before Ray starts. Invariant: every row is either usable or reported with i
 of each data set that are rendered at the start; later rows are reported when they are drawn and are not trained on.
 """
 
+import json
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from nemo_rl.config import DataConfig, DatasetConfig, SupervisedDataConfig, report_findings
 from nemo_rl.config.rules.data import check_environment
 from nemo_rl.config.schema.env import output_bytes_of, stop_strings_of
 from nemo_rl.data.bad_rows import BadRow, report_bad_rows
-from nemo_rl.data.datasets.arithmetic.problems import TRAIN, VALIDATION
-from nemo_rl.data.datasets.feedback_datasets import load_feedback_dataset
-from nemo_rl.data.datasets.preference_datasets import load_preference_dataset
+from nemo_rl.data.datasets.arithmetic import TRAIN, VALIDATION
+from nemo_rl.data.datasets.preference_datasets import load_feedback_dataset, load_preference_dataset
 from nemo_rl.data.datasets.processed_dataset import TOO_LONG, AllTaskProcessedDataset, MixedDataset
-from nemo_rl.data.datasets.raw_dataset import RawDataset
+from nemo_rl.data.datasets.raw_dataset import FormattedRow, RawDataset, RowView, row_place
 from nemo_rl.data.datasets.registry import held_out_rows
 from nemo_rl.data.datasets.response_datasets import load_response_dataset
 from nemo_rl.data.datasets.rows.control_tokens import check_control_tokens
-from nemo_rl.data.datasets.rows.expected_outputs import leave_out_long_outputs
 from nemo_rl.data.interfaces import TaskDataSpec, TokenizerType
 from nemo_rl.data.messages.content import text_rules
 from nemo_rl.data.messages.control_tokens import control_tokens_of
 from nemo_rl.data.messages.conversations import feedback_processor, preference_preprocessor, sft_processor
 from nemo_rl.data.processors import columns_of, get_processor
 from nemo_rl.utils.errors import DataError
+
+
+def leave_out_long_outputs(
+    rows: Sequence[FormattedRow], output_bytes: int | None
+) -> tuple[Sequence[FormattedRow], list[BadRow]]:
+    """Leave out rows whose tests expect more output than the environment lets a program write.
+
+    Args:
+        rows: Formatted rows; the last message has the tests as JSON.
+        output_bytes: Most bytes of output; None: the environment runs no programs.
+
+    Returns:
+        The rows to use, and the rows left out.
+    """
+    if output_bytes is None:
+        return rows, []
+    kept, bad = [], []
+    for position in range(len(rows)):
+        longest = _longest_output(rows[position], output_bytes)
+        if longest <= output_bytes:
+            kept.append(position)
+            continue
+        reason = f"the tests expect an output of {longest} bytes, more than env.code.output_bytes={output_bytes}"
+        bad.append(BadRow(*row_place(rows, position), reason))
+    return (RowView(rows, np.array(kept, dtype=np.int64)), bad) if bad else (rows, [])
+
+
+def _longest_output(row: FormattedRow, limit: int) -> int:
+    """Return the bytes of the longest expected output of a row; 0 if it has none that is above the limit."""
+    text = row["messages"][-1]["content"]
+    if not isinstance(text, str) or len(text) <= limit // 2:  # an escape of JSON has more characters than its byte
+        return 0
+    try:
+        tests = json.loads(text)
+        outputs = tests.get("outputs") or ()
+        return max((len(one.rstrip().encode(errors="surrogatepass")) for one in outputs), default=0)
+    except (AttributeError, TypeError, ValueError):  # another kind of answer
+        return 0
+
 
 logger = logging.getLogger(__name__)
 

@@ -25,11 +25,9 @@ from nemo_rl.data.interfaces import (
 from nemo_rl.data.messages.content import content_text, with_texts
 from nemo_rl.data.messages.control_tokens import control_tokens_of
 from nemo_rl.data.messages.coverage import RenderedChat
-from nemo_rl.data.messages.encoding import encode_spans, with_bos
-from nemo_rl.data.messages.loss_flags import LOSS_FLAGS, is_excluded
-from nemo_rl.data.messages.rendering import render_chat
+from nemo_rl.data.messages.encoding import encode_spans, render_chat, with_bos
 from nemo_rl.data.messages.spans import ASSISTANT, ChatRenderer, final_token, message_ends, own_headers
-from nemo_rl.data.messages.tools import tools_of
+from nemo_rl.data.messages.template_form import LOSS_FLAGS, is_excluded, tools_of
 from nemo_rl.data.model_rows import ROW_INPUTS
 
 TENSOR_KEYS = ("token_ids", "generation_logprobs", "token_loss_mask")

@@ -16,9 +16,8 @@ from typing import Any
 from nemo_rl.config.schema.data import MAY_LEAVE_OUT, LeftOut
 from nemo_rl.data.interfaces import Message, TokenizerType
 from nemo_rl.data.messages.content import texts_between
-from nemo_rl.data.messages.loss_flags import LOSS_FLAGS
-from nemo_rl.data.messages.rendering import render_chat
-from nemo_rl.data.messages.template_form import arguments_value
+from nemo_rl.data.messages.encoding import render_chat
+from nemo_rl.data.messages.template_form import LOSS_FLAGS, arguments_value
 from nemo_rl.utils.errors import DataError
 
 logger = logging.getLogger(__name__)

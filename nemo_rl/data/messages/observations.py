@@ -16,8 +16,7 @@ import torch
 from nemo_rl.data.interfaces import Chat, LLMMessageLogType, Message, TokenizerType
 from nemo_rl.data.messages.content import TextRules, content_text
 from nemo_rl.data.messages.control_tokens import control_tokens_of
-from nemo_rl.data.messages.encoding import encode_continuation, encode_text
-from nemo_rl.data.messages.rendering import render_chat
+from nemo_rl.data.messages.encoding import encode_continuation, encode_text, render_chat
 from nemo_rl.data.processors import prompt_entry
 from nemo_rl.utils.errors import DataError
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from nemo_rl.data.interfaces import Message, TokenizerType
 from nemo_rl.data.messages.control_tokens import control_tokens_of
-from nemo_rl.data.messages.rendering import render_chat
+from nemo_rl.data.messages.encoding import render_chat
 from nemo_rl.utils.errors import DataError
 
 ASSISTANT = "assistant"

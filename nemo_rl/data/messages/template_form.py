@@ -11,8 +11,10 @@ from typing import Any, Literal
 
 import jinja2
 
+from nemo_rl.data.bad_rows import RowError
 from nemo_rl.data.interfaces import Message, TokenizerType
 from nemo_rl.data.messages.content import with_texts
+from nemo_rl.utils.errors import DataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "environment")
 """Roles of messages in rows, observations and requests."""
@@ -113,3 +115,51 @@ def _written(tokenizer: TokenizerType, arguments: Any) -> str | None:
         return str(tokenizer.apply_chat_template(chat, tokenize=False))
     except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         return None
+
+
+def tools_of(row: Mapping[str, Any], key: str = "tools") -> list[dict[str, Any]] | None:
+    """Return the tool descriptions of a row, given as a list or its JSON text; None without any.
+
+    Raises:
+        RowError: The descriptions are not a list of objects.
+    """
+    tools = row.get(key)
+    if isinstance(tools, str) and tools.strip():
+        tools = parsed_json(tools, repr(key))
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise RowError(f"{key!r} is not a list of tool descriptions")
+    return [dict(tool) for tool in tools]
+
+
+def parsed_json(text: str, what: str) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        RowError: The text is not valid JSON.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):  # `int` refuses thousands of digits by a ValueError
+        raise RowError(f"{what} is not valid JSON") from None
+
+
+LOSS_FLAGS = ("weight", "loss", "train", "training", "trainable", "train_on_turn")
+"""Keys of a message that say whether it counts in the loss: `weight` is OpenAI's, the others are of other libraries."""
+
+
+def is_excluded(message: Mapping[str, Any]) -> bool:
+    """Return whether a message says that it does not count in the loss.
+
+    Raises:
+        DataError: A flag is neither 0 or 1 nor true or false.
+    """
+    flags = {key: message[key] for key in LOSS_FLAGS if message.get(key) is not None}
+    odd = next(((key, value) for key, value in flags.items() if value not in (0, 1)), None)
+    if odd is not None:
+        raise DataError(
+            f"{odd[0]!r} of a message is {odd[1]!r}; a message counts in the loss as a whole (1, true) or not at all "
+            "(0, false)"
+        )
+    return any(not value for value in flags.values())

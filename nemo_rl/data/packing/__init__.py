@@ -7,20 +7,24 @@ from nemo_rl.data.packing.algorithms import (
     FirstFitShufflePacker,
     ModifiedFirstFitDecreasingPacker,
     PackingAlgorithm,
+    PackingMetrics,
     SequencePacker,
     get_packer,
 )
-from nemo_rl.data.packing.metrics import PackingMetrics
 from nemo_rl.data.packing.plan import (
+    PROMPT_GROUPS,
+    SHARED_PREFIXES,
     FixedSize,
     MicrobatchPlan,
     MicrobatchStrategy,
     Packed,
     TokenBudget,
+    column_of,
+    find_prefixes,
     plan_microbatches,
     plan_prefixes,
+    prefixes_of,
 )
-from nemo_rl.data.packing.prefixes import PROMPT_GROUPS, SHARED_PREFIXES, column_of, find_prefixes, prefixes_of
 
 __all__ = [
     "ConcatenativePacker",

@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from nemo_rl.config import LoggerConfig
 from nemo_rl.distributed.cluster.node_choice import living_nodes
 from nemo_rl.host.machine_load import MachineLoad
-from nemo_rl.utils.cluster_address import cluster_address
+from nemo_rl.utils.addresses import cluster_address
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import tempfile
 from datetime import datetime
 from pathlib import Path
 
-from nemo_rl.files.private_folder import require_own
+from nemo_rl.files.folders import require_own
 from nemo_rl.utils.errors import ConfigError
 
 _LONGEST_SOCKET_BYTES = 107

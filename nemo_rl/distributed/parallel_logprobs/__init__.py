@@ -8,11 +8,15 @@ Invariants: every reduction over the vocabulary runs in float32 or wider, whatev
 group the results are those of the whole vocabulary, equal on all of its ranks.
 """
 
-from nemo_rl.distributed.parallel_logprobs.chunked import logprobs_from_logits, token_logprobs
+from nemo_rl.distributed.parallel_logprobs.chunked import (
+    TopK,
+    logprobs_from_logits,
+    token_logprobs,
+    topk_logits,
+    topk_of,
+)
 from nemo_rl.distributed.parallel_logprobs.density import SamplingDensity, apply_top_k_top_p
-from nemo_rl.distributed.parallel_logprobs.head import LogitTransform, default_chunk_size
-from nemo_rl.distributed.parallel_logprobs.scalar_head import initial_head, scalar_outputs
-from nemo_rl.distributed.parallel_logprobs.topk import TopK, topk_logits, topk_of
+from nemo_rl.distributed.parallel_logprobs.head import LogitTransform, default_chunk_size, initial_head, scalar_outputs
 
 __all__ = [
     "LogitTransform",

@@ -84,3 +84,33 @@ class OutputHead:
 def widen(tensor: Tensor) -> Tensor:
     """Return the tensor in float32, or in its own dtype if that is wider."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def scalar_outputs(hidden_KD: Tensor, weight_1D: Tensor, bias_1: Tensor | None = None) -> Tensor:
+    """Return the outputs `[K]` of a scalar head; differentiable in all arguments.
+
+    Args:
+        hidden_KD: `[K, D]` hidden states.
+        weight_1D: `[1, D]`.
+        bias_1: `[1]`.
+
+    Returns:
+        `[K]` float32 (float64 for float64 inputs).
+    """
+    outputs_K = torch.mv(widen(hidden_KD), widen(weight_1D)[0])  # not a view, of which FSDP would warn
+    return outputs_K if bias_1 is None else outputs_K + widen(bias_1)
+
+
+def initial_head(hidden_size: int, seed: int) -> Tensor:
+    """Return the first weight `[1, D]` of a new scalar head, float32 on the CPU; the same on every rank.
+
+    The standard deviation is `1 / (D + 1)`, so that for hidden states with elements of about 1 the outputs have a
+    standard deviation of about `1 / sqrt(D)`: a new critic's values are small compared with rewards of 1, for any width
+    of the model.
+
+    Args:
+        hidden_size: D.
+        seed: run seed.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn((1, hidden_size), generator=generator) / (hidden_size + 1)

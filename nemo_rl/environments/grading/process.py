@@ -14,8 +14,7 @@ import sys
 import time
 from typing import Any
 
-from nemo_rl.host.child_process import import_path
-from nemo_rl.host.processes import is_stopped
+from nemo_rl.host.processes import import_path, is_stopped
 from nemo_rl.utils.errors import DeadlineExceededError, WorkerDiedError
 
 _READ_SIZE = 65536

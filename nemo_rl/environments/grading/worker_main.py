@@ -16,7 +16,7 @@ from inspect import signature
 from typing import Any, TextIO
 
 from nemo_rl.environments.grading.grade import Verifier, load_verifier
-from nemo_rl.host.child_process import die_with_parent, limit_memory
+from nemo_rl.host.processes import die_with_parent, limit_memory
 
 _MAX_ERROR_CHARS = 1000
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl.config.schema.adapters import GymnasiumConfig
+from nemo_rl.config.schema.kits import GymnasiumConfig
 from nemo_rl.kits.adapters.packages import library
 from nemo_rl.kits.adapters.replayed_game import Answer, ReplayedGame
 from nemo_rl.kits.games.text_game import GameEnvironment, observed

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from nemo_rl.config.schema.adapters import ReasoningGymConfig
+from nemo_rl.config.schema.kits import ReasoningGymConfig
 from nemo_rl.data.messages.content import content_text, texts_between
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, EpisodeStart
 from nemo_rl.kits.adapters.packages import library

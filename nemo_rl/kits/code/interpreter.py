@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.config.schema.sandbox import SandboxKeys
+from nemo_rl.config.schema.kits import SandboxKeys
 from nemo_rl.kits.code.inside.values import COMPLETED, RAISED, NotPlainError, encode
 from nemo_rl.kits.code.programs import source_of
 from nemo_rl.sandbox import End, Limits, Outcome, Program

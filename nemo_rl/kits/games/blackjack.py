@@ -8,7 +8,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from nemo_rl.config.schema.games import BlackjackConfig
+from nemo_rl.config.schema.kits import BlackjackConfig
 from nemo_rl.kits.games.text_game import GameEnvironment, GameStart, GameTurn, TextGame, observed
 from nemo_rl.utils.seed import derive_seed
 

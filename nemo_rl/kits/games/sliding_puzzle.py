@@ -10,7 +10,7 @@ from itertools import product
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypedDict, override
 
-from nemo_rl.config.schema.games import SlidingPuzzleBoard, SlidingPuzzleConfig
+from nemo_rl.config.schema.kits import SlidingPuzzleBoard, SlidingPuzzleConfig
 from nemo_rl.kits.games.references import shortest_solution
 from nemo_rl.kits.games.text_game import (
     GameEnvironment,

@@ -16,9 +16,8 @@ from nemo_rl.data.interfaces import Message, TaskDataSpec, TokenizerType
 from nemo_rl.data.messages.content import TextRules
 from nemo_rl.data.messages.control_tokens import control_tokens_of
 from nemo_rl.data.messages.conversations import get_formatted_message_log
-from nemo_rl.data.messages.encoding import encode_text, with_bos
+from nemo_rl.data.messages.encoding import encode_text, render_chat, with_bos
 from nemo_rl.data.messages.observations import template_message
-from nemo_rl.data.messages.rendering import render_chat
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.utils.errors import DataError
 

@@ -23,8 +23,7 @@ from nemo_rl.config.schema.judges import LLMJudgeConfig
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.messages.content import TextRules
 from nemo_rl.data.messages.control_tokens import control_tokens_of
-from nemo_rl.data.messages.encoding import encode_text, with_bos
-from nemo_rl.data.messages.rendering import render_chat
+from nemo_rl.data.messages.encoding import encode_text, render_chat, with_bos
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.kits.judges.interfaces import JudgeError, JudgeModel, JudgeText
 from nemo_rl.kits.judges.places import check_processors, places_of

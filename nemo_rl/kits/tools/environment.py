@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 import torch
 
 from nemo_rl.config import TokenizerConfig
-from nemo_rl.config.schema.tools import ToolEnvironmentConfig
+from nemo_rl.config.schema.kits import ToolEnvironmentConfig
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, EpisodeStart
 from nemo_rl.kits.tools.grader import Grader, check_grader

@@ -5,7 +5,7 @@ Invariant: it is called as rollouts call an environment, so any environment can 
 
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl.config.schema.tools import GraderConfig
+from nemo_rl.config.schema.kits import GraderConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EpisodeStart
 from nemo_rl.environments.registry import check_environment, env_class_path
 from nemo_rl.environments.workers.loading import load_env_class, own_hooks, step_concurrency

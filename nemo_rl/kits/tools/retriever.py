@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from nemo_rl.config import DatasetConfig
-from nemo_rl.config.schema.tools import RAGEnvironmentConfig
+from nemo_rl.config.schema.kits import RAGEnvironmentConfig
 from nemo_rl.data.datasets.hub import HubSource, load_table
 from nemo_rl.data.datasets.rows.readers import is_file_path
 from nemo_rl.data.messages.content import content_text, texts_between

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nemo_rl.config.schema.tools import ToolConfig, ToolEnvironmentConfig
+from nemo_rl.config.schema.kits import ToolConfig, ToolEnvironmentConfig
 from nemo_rl.kits.tools.interfaces import OpenTools, ToolSource
 from nemo_rl.kits.tools.schema import ToolSpec
 from nemo_rl.kits.tools.sources.found import find_tools

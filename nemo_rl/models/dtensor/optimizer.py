@@ -18,8 +18,7 @@ from torch.optim.lr_scheduler import ConstantLR, LRScheduler, SequentialLR
 
 from nemo_rl.config import OptimizerConfig, PolicyConfig, SchedulerConfig, SchedulerMilestones
 from nemo_rl.config.schema.model.policy import SchedulerList
-from nemo_rl.utils.did_you_mean import did_you_mean
-from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.errors import ConfigError, did_you_mean
 from nemo_rl.utils.imports import import_dotted
 
 type SumOverStages = Callable[[Tensor], Tensor]

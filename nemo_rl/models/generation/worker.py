@@ -31,7 +31,7 @@ from nemo_rl.models.generation.interfaces import (
 )
 from nemo_rl.models.generation.registry import engine_rows, grammar_refusal, make_engine
 from nemo_rl.models.generation.reports.load import EngineLoad
-from nemo_rl.optimizations.host_allocator import keep_freed_memory
+from nemo_rl.optimizations.process_tuning import keep_freed_memory
 from nemo_rl.optimizations.switch import is_on
 from nemo_rl.utils.errors import GenerationError
 from nemo_rl.weight_sync.buckets import Bucket

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.config.rules.broken_rules import Findings
-from nemo_rl.config.rules.placement.topology import row_parts
+from nemo_rl.config.rules.topology import row_parts
 from nemo_rl.config.schema.model.parallel import BackendSection
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 

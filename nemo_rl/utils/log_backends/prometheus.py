@@ -21,8 +21,8 @@ from prometheus_client.registry import Collector
 
 from nemo_rl.config import PrometheusConfig
 from nemo_rl.host.guarded_http import ConnectionGuard
+from nemo_rl.utils.addresses import bound_socket
 from nemo_rl.utils.errors import ConfigError
-from nemo_rl.utils.http import bound_socket
 from nemo_rl.utils.log_backends.tracker import LoggerInterface, Metrics, full_name, to_scalars
 
 logger = logging.getLogger(__name__)

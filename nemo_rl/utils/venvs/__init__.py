@@ -27,10 +27,17 @@ from typing import NoReturn
 
 from nemo_rl.compat.public_names import public_names
 from nemo_rl.config import REPOSITORY_ROOT, VenvConfig
-from nemo_rl.files.private_folder import is_shared, require_own
+from nemo_rl.files.folders import is_shared, require_own
 from nemo_rl.utils.errors import ConfigError, DeadlineExceededError, VenvError
-from nemo_rl.utils.venvs.build import Uv, build_venv, check_interpreter, update_lock
-from nemo_rl.utils.venvs.ingredients import digest, ingredients_of, with_absolute_paths
+from nemo_rl.utils.venvs.build import (
+    Uv,
+    build_venv,
+    check_interpreter,
+    digest,
+    ingredients_of,
+    update_lock,
+    with_absolute_paths,
+)
 
 logger = logging.getLogger(__name__)
 

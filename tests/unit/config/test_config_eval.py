@@ -3,8 +3,7 @@
 import pytest
 
 from nemo_rl.config import EvalMasterConfig, check_device, load_config
-from nemo_rl.config.loading.dotlist import dotlist_to_overrides
-from nemo_rl.config.loading.overrides import parse_override
+from nemo_rl.config.loading.overrides import dotlist_to_overrides, parse_override
 from nemo_rl.utils.errors import ConfigError
 
 FOLDER = "examples/configs/evals"

@@ -8,7 +8,7 @@ import pytest
 
 from nemo_rl.config import REPOSITORY_ROOT, load_config
 from nemo_rl.config.loading.all_errors import collect_errors
-from nemo_rl.config.rules.placement.topology import row_length_multiple
+from nemo_rl.config.rules.topology import row_length_multiple
 from nemo_rl.utils.errors import ConfigError
 
 GENERATION = """

@@ -183,7 +183,7 @@ PLANTED = {
     "data.*.processor": (
         ("data/datasets/setup.py", "entry.processor", "None"),
         ("data/datasets/raw_dataset.py", "self.data_config.processor", "None"),
-        ("data/datasets/episodes.py", "config.processor", "None"),
+        ("data/datasets/response_datasets.py", "config.processor", "None"),
         ("data/datasets/nemo_gym.py", "config.processor", "None"),
         {"DatasetConfig.processor", "DatasetDefaults.processor", "SupervisedDatasetDefaults.processor"},
     ),

@@ -10,7 +10,7 @@ from data_helpers import data_config, entry, write_lines
 from nemo_rl.config import MathEnvironmentConfig
 from nemo_rl.data.collate_fn import rl_collate_fn
 from nemo_rl.data.datasets import AllTaskProcessedDataset, MixedDataset, setup_response_data
-from nemo_rl.data.datasets.arithmetic.problems import ArithmeticDataset
+from nemo_rl.data.datasets.arithmetic import ArithmeticDataset
 from nemo_rl.data.datasets.response_datasets import load_response_dataset
 from nemo_rl.data.datasets.user_data import GivenRows
 from nemo_rl.data.interfaces import TaskDataSpec

@@ -12,8 +12,8 @@ from nemo_rl.data.datasets.setup import RunData
 from nemo_rl.data.datasets.user_data import GivenRows
 from nemo_rl.data.effort_levels import EffortRows, drawn_level, leveled, with_effort_levels
 from nemo_rl.data.interfaces import TaskDataSpec
+from nemo_rl.data.messages.encoding import render_chat
 from nemo_rl.data.messages.observations import ObservationRenderer
-from nemo_rl.data.messages.rendering import render_chat
 from nemo_rl.data.processors import episode_data_processor, math_data_processor
 from nemo_rl.utils.errors import ConfigError, DataError
 

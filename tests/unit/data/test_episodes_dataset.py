@@ -6,8 +6,7 @@ from tiny_models import make_char_tokenizer
 
 from nemo_rl.config import DatasetConfig
 from nemo_rl.data.datasets import setup_response_data
-from nemo_rl.data.datasets.episodes import EpisodeRows, EpisodesDataset
-from nemo_rl.data.datasets.response_datasets import load_response_dataset
+from nemo_rl.data.datasets.response_datasets import EpisodeRows, EpisodesDataset, load_response_dataset
 from nemo_rl.data.messages.observations import ObservationRenderer
 from nemo_rl.utils.errors import DataError
 
@@ -53,7 +52,7 @@ def test_another_processor_is_refused():
 
 def test_the_environment_writes_the_prompt():
     """Without a system prompt its first message is the whole chat; stop strings are those of the environment."""
-    from nemo_rl.config.schema.games import BlackjackConfig
+    from nemo_rl.config.schema.kits import BlackjackConfig
 
     tokenizer = make_char_tokenizer()
     data = setup_response_data(tokenizer, data_config(train=entry(**EPISODES)), {"blackjack": BlackjackConfig.build()})

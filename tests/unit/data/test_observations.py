@@ -3,9 +3,8 @@
 import pytest
 from transformers import AutoTokenizer
 
-from nemo_rl.data.messages.encoding import encode_text
+from nemo_rl.data.messages.encoding import encode_text, render_chat
 from nemo_rl.data.messages.observations import ObservationRenderer
-from nemo_rl.data.messages.rendering import render_chat
 from nemo_rl.data.processors import prompt_entry
 from nemo_rl.data.tokenizer import PASSTHROUGH_TEMPLATE
 from nemo_rl.utils.errors import DataError

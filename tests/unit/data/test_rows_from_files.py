@@ -10,8 +10,7 @@ from data_helpers import write_lines
 
 from nemo_rl.config import DatasetConfig, SupervisedDataConfig
 from nemo_rl.data.collate_fn import feedback_collate_fn, preference_collate_fn
-from nemo_rl.data.datasets.feedback_datasets import load_feedback_dataset
-from nemo_rl.data.datasets.preference_datasets import load_preference_dataset
+from nemo_rl.data.datasets.preference_datasets import load_feedback_dataset, load_preference_dataset
 from nemo_rl.data.datasets.response_datasets import load_response_dataset
 from nemo_rl.data.datasets.rows.readers import WrittenFloat, read_file
 from nemo_rl.data.datasets.setup import setup_sft_data

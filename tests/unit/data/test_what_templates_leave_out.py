@@ -13,8 +13,8 @@ from nemo_rl.data.datasets.response_datasets import load_response_dataset
 from nemo_rl.data.datasets.setup import setup_sft_data
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.messages import coverage
+from nemo_rl.data.messages.encoding import render_chat
 from nemo_rl.data.messages.observations import ObservationRenderer
-from nemo_rl.data.messages.rendering import render_chat
 from nemo_rl.data.messages.template_form import arguments_form
 from nemo_rl.data.processors import math_hf_data_processor, sft_processor
 from nemo_rl.data.tokenizer import get_tokenizer

@@ -20,7 +20,7 @@ from nemo_rl.commands.doctor.requests import NodeRequest
 from nemo_rl.commands.doctor.runner import perform, smallest
 from nemo_rl.commands.doctor.versions import check_versions, installed_versions
 from nemo_rl.distributed.ranks.rendezvous import bind_free_port
-from nemo_rl.host.disk_space import readable_bytes
+from nemo_rl.host.capacity import readable_bytes
 from nemo_rl.utils.errors import ConfigError
 
 

@@ -13,8 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from nemo_rl.config.runs.eval import EvalMasterConfig
 from nemo_rl.config.schema.agents import AgentEnvironmentConfig
-from nemo_rl.data.messages.encoding import encode_text
-from nemo_rl.data.messages.rendering import render_chat
+from nemo_rl.data.messages.encoding import encode_text, render_chat
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.environments.interfaces import StepResult
 from nemo_rl.evals import evaluator

@@ -6,7 +6,7 @@ from math import comb
 
 import pytest
 
-from nemo_rl.evals.estimators import consensus_at_k, pass_at_k
+from nemo_rl.evals.report import consensus_at_k, pass_at_k
 
 pytestmark = pytest.mark.fast
 

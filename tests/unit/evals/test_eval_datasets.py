@@ -9,8 +9,7 @@ from eval_helpers import eval_config, make_prompts
 
 from nemo_rl.config.base.names import ARITHMETIC
 from nemo_rl.config.rules.evaluation import EVAL_DATASET_NAMES
-from nemo_rl.evals.datasets import EVAL_REGISTRY
-from nemo_rl.evals.prompts import EvalPrompts
+from nemo_rl.evals.prompts import EVAL_REGISTRY, EvalPrompts
 from nemo_rl.utils.errors import DataError
 
 SHARED = Path(__file__).resolve().parents[3] / "../shared/data"

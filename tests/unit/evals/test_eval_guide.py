@@ -7,7 +7,7 @@ import pytest
 from eval_helpers import ROOT
 
 from nemo_rl.config import EvalMasterConfig, load_config
-from nemo_rl.config.loading.dotlist import dotlist_to_overrides
+from nemo_rl.config.loading.overrides import dotlist_to_overrides
 
 pytestmark = pytest.mark.fast
 

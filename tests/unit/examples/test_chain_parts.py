@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from nemo_rl.config.schema.data import DatasetConfig
-from nemo_rl.data.datasets.arithmetic.problems import is_validation
+from nemo_rl.data.datasets.arithmetic import is_validation
 from nemo_rl.data.datasets.preference_datasets import load_preference_dataset
 from nemo_rl.data.datasets.response_datasets import load_response_dataset
 

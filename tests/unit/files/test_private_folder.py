@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.config import VenvConfig
-from nemo_rl.files import private_folder as own_folder
-from nemo_rl.files.private_folder import is_shared, require_own
+from nemo_rl.files import folders as own_folder
+from nemo_rl.files.folders import is_shared, require_own
 from nemo_rl.utils.errors import ConfigError, VenvError
 from nemo_rl.utils.venvs import create_local_venv, venv_folder
 

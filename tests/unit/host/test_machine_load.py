@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.host import machine_load
-from nemo_rl.host.machine_load import MachineLoad
-from nemo_rl.host.nvidia_smi import query_gpus
+from nemo_rl.host.machine_load import MachineLoad, query_gpus
 
 pytestmark = pytest.mark.fast
 

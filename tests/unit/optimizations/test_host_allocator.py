@@ -9,7 +9,7 @@ import pytest
 PROGRAM = """
 import ctypes, resource, sys
 import torch
-from nemo_rl.optimizations.host_allocator import keep_freed_memory
+from nemo_rl.optimizations.process_tuning import keep_freed_memory
 
 def use(num_blocks):
     blocks = [torch.ones(8 << 18) for _ in range(num_blocks)]  # 8 MiB each

@@ -9,8 +9,7 @@ from packaging.requirements import Requirement
 from nemo_rl.config import SFTMasterConfig, load_config
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.optimizations import switch
-from nemo_rl.optimizations.switch import differing_versions, installed_version, is_on
-from nemo_rl.optimizations.table import OPTIMIZATIONS
+from nemo_rl.optimizations.switch import OPTIMIZATIONS, differing_versions, installed_version, is_on
 from nemo_rl.utils.errors import ConfigError
 from tools import generate_optimization_table as tool
 

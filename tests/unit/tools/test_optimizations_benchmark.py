@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from nemo_rl.config import GRPOMasterConfig, load_config
-from nemo_rl.optimizations.table import OPTIMIZATIONS
+from nemo_rl.optimizations.switch import OPTIMIZATIONS
 
 ROOT = Path(__file__).resolve().parents[3]
 MODULES = ("optimizations", "grpo_vs_trl", "workloads", "side_by_side", "make_tiny_chat_model")

@@ -24,7 +24,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from nemo_rl.config import LoggerConfig, TrackioConfig
-from nemo_rl.files.optional_output import OptionalOutput
+from nemo_rl.files.writing import OptionalOutput
 from nemo_rl.utils import logger as logger_module
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.log_backends.tracker import LoggerInterface, flatten_dict, to_scalars

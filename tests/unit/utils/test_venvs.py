@@ -22,7 +22,7 @@ from nemo_rl.distributed.ray_actor_environment_registry import _agreed, get_acto
 from nemo_rl.utils import prefetch_venvs
 from nemo_rl.utils.errors import ConfigError, DeadlineExceededError, VenvError
 from nemo_rl.utils.venvs import PY_EXECUTABLES, create_local_venv, parse_py_executable, venv_folder
-from nemo_rl.utils.venvs.ingredients import ingredients_of
+from nemo_rl.utils.venvs.build import ingredients_of
 
 UV = os.environ.get("UV") or shutil.which("uv")
 needs_uv = pytest.mark.skipif(UV is None, reason="uv is not here")

@@ -8,9 +8,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from nemo_rl.config.base.numbers import Amount, AmountOrMinusOne, Count
-from nemo_rl.config.base.part_names import PartName
+from nemo_rl.config.base.names import PartName
 from nemo_rl.config.base.section import derived
+from nemo_rl.config.base.value_types import Amount, AmountOrMinusOne, Count
 from nemo_rl.config.schema.algorithms.rollout_training import Epochs, RolloutTrainingConfig
 from nemo_rl.config.schema.model.generation import GenerationConfig
 from nemo_rl.config.schema.model.parallel import OptimizerConfig, SchedulerConfig

@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from nemo_rl.config.base.numbers import Amount, AmountOrMinusOne, Count, FactorOrZero, Seconds, Tokens
 from nemo_rl.config.base.section import Section, Seed, derived
+from nemo_rl.config.base.value_types import Amount, AmountOrMinusOne, Count, FactorOrZero, Seconds, Tokens
 from nemo_rl.config.schema.data import FROM_TOOLS, IN_ROWS, FromTools, InRows, Operand, numbers_without_effect
 from nemo_rl.config.schema.model.endpoint import ModelEndpointConfig
 from nemo_rl.config.schema.model.generation import EngineConfig, GenerationConfig, TopK

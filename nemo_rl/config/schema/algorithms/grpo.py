@@ -8,11 +8,11 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from nemo_rl.config.base.availability import OnlyWith
-from nemo_rl.config.base.numbers import Number
-from nemo_rl.config.base.part_names import PartName
+from nemo_rl.config.base.names import PartName
 from nemo_rl.config.base.section import derived
+from nemo_rl.config.base.value_types import Number
 from nemo_rl.config.schema.algorithms.overlap import AsyncGRPOConfig
-from nemo_rl.config.schema.algorithms.rewarded_training import RewardedTrainingConfig
+from nemo_rl.config.schema.algorithms.rollout_training import RewardedTrainingConfig
 from nemo_rl.config.schema.named_part import NamedPartConfig
 
 _BUILT = ("grpo", "dr_grpo", "rloo", "gdpo", "reinforce_plus_plus")

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from nemo_rl.config.base.availability import OnlyWith
-from nemo_rl.config.base.numbers import Factor, FactorOrZero, Number
-from nemo_rl.config.base.part_names import PartName
+from nemo_rl.config.base.names import PartName
+from nemo_rl.config.base.value_types import Factor, FactorOrZero, Number
 from nemo_rl.config.schema.named_part import NamedPartConfig
 
 _WITH_KL = OnlyWith("reference_policy_kl_penalty")

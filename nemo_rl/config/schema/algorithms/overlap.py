@@ -10,8 +10,8 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from nemo_rl.config.base.availability import OnlyWith
-from nemo_rl.config.base.numbers import Count, CountOrZero, FactorOrZero, Seconds
 from nemo_rl.config.base.section import Section
+from nemo_rl.config.base.value_types import Count, CountOrZero, FactorOrZero, Seconds
 
 _AHEAD = OnlyWith("mode", ("ahead",))
 

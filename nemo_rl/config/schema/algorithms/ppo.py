@@ -8,11 +8,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
-from nemo_rl.config.base.numbers import Amount, AmountOrMinusOne, AmountOrZero, Count, Factor, FactorOrZero
 from nemo_rl.config.base.section import Section, derived
+from nemo_rl.config.base.value_types import Amount, AmountOrMinusOne, AmountOrZero, Count, Factor, FactorOrZero
 from nemo_rl.config.schema.algorithms.overlap import AsyncGRPOConfig
-from nemo_rl.config.schema.algorithms.rewarded_training import RewardedTrainingConfig
-from nemo_rl.config.schema.algorithms.rollout_training import Epochs
+from nemo_rl.config.schema.algorithms.rollout_training import Epochs, RewardedTrainingConfig
 from nemo_rl.config.schema.model.policy import RewardModelConfig
 from nemo_rl.config.schema.second_model import SecondModelConfig
 

@@ -1,19 +1,16 @@
-"""Keys that SFT, DPO and reward-model training share: steps, the policy and the data.
+"""Keys of SFT, DPO and reward-model training: what they share (steps, the policy, the data), and `sft`, `dpo`, `rm`."""
 
-Invariant: nothing here generates, so `policy.generation` is null, and a training step is one optimizer update.
-"""
-
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from nemo_rl.config.base.numbers import AmountOrMinusOne, Count, Tokens
 from nemo_rl.config.base.section import Section, Seed, derived
+from nemo_rl.config.base.value_types import AmountOrMinusOne, Count, Factor, FactorOrZero, Tokens
 from nemo_rl.config.schema.algorithms.rollout_training import Epochs
 from nemo_rl.config.schema.data import DataConfig, DatasetDefaults
 from nemo_rl.config.schema.model.generation import GenerationConfig
 from nemo_rl.config.schema.model.parallel import DynamicBatchingConfig, SequencePackingConfig
-from nemo_rl.config.schema.model.policy import PolicyConfig
+from nemo_rl.config.schema.model.policy import PolicyConfig, RewardModelConfig
 
 CountOrAll = AmountOrMinusOne
 """A count, or -1 for all."""
@@ -111,3 +108,77 @@ class SupervisedDataConfig(DataConfig):
     """Add the end-of-sequence token where the chat template does not end with one."""
     add_generation_prompt: bool = True
     """Count the header of an assistant turn as prompt, as in generation; false: it is trained on."""
+
+
+class SFTConfig(SupervisedConfig):
+    """Supervised fine-tuning: steps, epochs and validation."""
+
+    only_unmask_final: bool = False
+    """Train on the last assistant turn of a conversation only, not on all of them."""
+
+
+PreferenceLossName = Literal["sigmoid", "ipo", "hinge", "robust", "rpo", "simpo", "orpo", "kto"]
+
+
+class DPOConfig(SupervisedConfig):
+    """Direct preference optimisation: steps, validation and the loss."""
+
+    max_num_steps: CountOrAll = 150
+    """Training stops after this many steps; -1: never."""
+    val_period: CountOrAll = 25
+    """Validate every this many steps; 0 or -1: only at start or end."""
+    val_global_batch_size: Count = 8
+    """Pairs of one validation batch."""
+    reference_policy_kl_penalty: Factor = 0.05
+    """Beta: the factor that turns a log-probability ratio into a reward."""
+    preference_loss: PreferenceLossName = "sigmoid"
+    """Loss on a pair: sigmoid (DPO), ipo, hinge, robust (noisy labels), rpo (DPO plus likelihood of the chosen answer),
+    simpo and orpo (both without a reference); or kto, a loss on single answers labelled desirable or undesirable, for
+    which batch sizes count answers."""
+    preference_loss_weight: FactorOrZero = 1.0
+    """Weight of the preference loss."""
+    sft_loss_weight: FactorOrZero = 0.0
+    """Weight of the negative log-likelihood of the chosen answer."""
+    preference_average_log_probs: bool = False
+    """Divide log-ratios by answer length; ipo, simpo and orpo always do."""
+    sft_average_log_probs: bool = derived("${.preference_average_log_probs}")
+    """Divide the log-likelihood of the chosen answer by its length; rpo and orpo always do."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Share of pairs whose labels are assumed to be swapped, for sigmoid and robust."""
+    target_margin: FactorOrZero = 0.5
+    """SimPO's gamma: reward by which the chosen answer should lead."""
+    desirable_weight: Factor = 1.0
+    """KTO's weight of desirable answers, lambda_D."""
+    undesirable_weight: Factor = 1.0
+    """KTO's weight of undesirable answers, lambda_U."""
+
+
+class RMConfig(SupervisedConfig):
+    """Reward-model training: steps, validation and the Bradley-Terry loss."""
+
+    max_num_steps: CountOrAll = -1
+    """Training stops after this many steps; -1: never."""
+    val_period: CountOrAll = 16
+    """Validate every this many steps; 0 or -1: only at start or end."""
+    val_at_start: bool = False
+    """Validate before the first step."""
+    val_batches: CountOrAll = -1
+    """Batches of one validation; -1: all of the data."""
+    margin: FactorOrZero = 0.0
+    """Score by which the chosen answer should lead before its loss falls below ln 2."""
+    center_rewards_coefficient: FactorOrZero = 0.0
+    """Weight of (chosen + rejected)^2, which keeps scores centred on 0."""
+
+
+class ScoringModelConfig(RewardModelConfig):
+    """A scalar head instead of a vocabulary."""
+
+    enabled: bool = True
+    """Give the model a scalar head."""
+
+
+class RMPolicyConfig(PairPolicyConfig):
+    """The model that learns to score answers; its batch sizes count pairs."""
+
+    reward_model_cfg: ScoringModelConfig = Field(default_factory=ScoringModelConfig)
+    """The scalar head; must stay enabled."""

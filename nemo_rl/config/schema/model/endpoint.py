@@ -6,9 +6,8 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from nemo_rl.config.base.addresses import HttpAddress
-from nemo_rl.config.base.numbers import Count, Seconds
 from nemo_rl.config.base.section import Section
+from nemo_rl.config.base.value_types import Count, HttpAddress, Seconds
 
 _PATH = "/chat/completions"
 _OURS = ("messages", "model", "n", "stream")

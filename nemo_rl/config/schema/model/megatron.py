@@ -10,7 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from nemo_rl.config.base.availability import Only, OnlyWith
-from nemo_rl.config.base.numbers import (
+from nemo_rl.config.base.section import Section, derived
+from nemo_rl.config.base.value_types import (
     Amount,
     AmountOrZero,
     Count,
@@ -20,7 +21,6 @@ from nemo_rl.config.base.numbers import (
     LearningRate,
     LearningRateOrZero,
 )
-from nemo_rl.config.base.section import Section, derived
 from nemo_rl.config.schema.cluster import EnvVars
 from nemo_rl.config.schema.model.parallel import NO_SUCH_PART, AdapterConfig, BackendSection, FreezeConfig
 

@@ -10,9 +10,9 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from nemo_rl.config.base.availability import OnlyWith
-from nemo_rl.config.base.numbers import Count, FactorOrZero, Tokens
-from nemo_rl.config.base.part_names import PartName
+from nemo_rl.config.base.names import PartName
 from nemo_rl.config.base.section import Section, derived
+from nemo_rl.config.base.value_types import Count, FactorOrZero, Tokens
 from nemo_rl.config.schema.cluster import EnvVars
 
 

@@ -11,8 +11,8 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from nemo_rl.config.base.availability import Only
-from nemo_rl.config.base.numbers import Count, CountOrZero, Factor, Tokens, Workers
 from nemo_rl.config.base.section import Section, derived
+from nemo_rl.config.base.value_types import Count, CountOrZero, Factor, Tokens, Workers
 from nemo_rl.config.schema.model.generation import GenerationConfig
 from nemo_rl.config.schema.model.megatron import MegatronConfig
 from nemo_rl.config.schema.model.parallel import (

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_rl.data.interfaces import Message, TokenizerType
-from nemo_rl.data.messages.encoding import encode_text
-from nemo_rl.data.messages.rendering import render_chat
+from nemo_rl.data.messages.encoding import encode_text, render_chat
 from nemo_rl.kits.tools.parsing.vllm import CallParser, ToolCall, parser_names
 from nemo_rl.utils.errors import ConfigError
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from nemo_rl.data.interfaces import TokenizerType
-from nemo_rl.data.messages.rendering import render_chat
+from nemo_rl.data.messages.encoding import render_chat
 from nemo_rl.utils.errors import DataError
 
 _THOUGHT, END_OF_THOUGHT = "<think>", "</think>"

@@ -13,10 +13,9 @@ from functools import cache, cached_property
 from typing import Any
 
 from nemo_rl.data.interfaces import TokenizerType
-from nemo_rl.data.messages.rendering import template_kwargs_of
+from nemo_rl.data.messages.encoding import template_kwargs_of
 from nemo_rl.kits.tools.parsing.thinking import END_OF_THOUGHT, starts_of_answer, thinking_of_prompt
-from nemo_rl.utils.did_you_mean import did_you_mean
-from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.errors import ConfigError, did_you_mean
 from nemo_rl.utils.imports import importing
 
 

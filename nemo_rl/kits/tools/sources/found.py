@@ -10,8 +10,7 @@ from typing import Any
 
 from nemo_rl.kits.tools.interfaces import EpisodeTools
 from nemo_rl.kits.tools.schema import ToolSpec, spec_of
-from nemo_rl.utils.did_you_mean import did_you_mean
-from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.errors import ConfigError, did_you_mean
 from nemo_rl.utils.imports import import_dotted
 
 _HERE = "nemo_rl.kits.tools"

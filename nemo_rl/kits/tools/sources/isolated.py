@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_rl.host.child_process import import_path
+from nemo_rl.host.processes import import_path
 from nemo_rl.kits.tools.interfaces import OpenTools, ToolOutput, ToolSource
 from nemo_rl.kits.tools.sources.found import FoundTools
 

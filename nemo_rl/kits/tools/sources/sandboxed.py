@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, override
 
-from nemo_rl.config.schema.tools import PythonToolConfig
+from nemo_rl.config.schema.kits import PythonToolConfig
 from nemo_rl.kits.code.inside.values import COMPLETED
 from nemo_rl.kits.code.interpreter import came_to_end, limits_of, program_of, text_of_outcome
 from nemo_rl.kits.tools.interfaces import Fault, OpenTools, ToolOutput, ToolSource

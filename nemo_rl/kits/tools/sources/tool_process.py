@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from nemo_rl.host.child_process import die_with_parent, limit_memory
+from nemo_rl.host.processes import die_with_parent, limit_memory
 from nemo_rl.kits.tools.outputs import text_of_error, text_of_output
 from nemo_rl.kits.tools.sources.found import FoundTools, find_tools
 

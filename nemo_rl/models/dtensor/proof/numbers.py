@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import PolicyConfig
-from nemo_rl.config.rules.placement.topology import row_length_multiple
+from nemo_rl.config.rules.topology import row_length_multiple
 from nemo_rl.data.common_prefixes import Prefixes
 from nemo_rl.data.packing import SHARED_PREFIXES, column_of
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict

@@ -6,8 +6,7 @@ from typing import Any
 from nemo_rl.config.schema.model.endpoint import ModelEndpointConfig
 from nemo_rl.models.generation.remote.connection import EndpointConnection, EndpointError
 from nemo_rl.models.generation.remote.model import SECTION, connection_to
-from nemo_rl.utils.did_you_mean import did_you_mean
-from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.errors import ConfigError, did_you_mean
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import httpx
 
+from nemo_rl.utils.addresses import read_at_most
 from nemo_rl.utils.errors import ConfigError
-from nemo_rl.utils.http import read_at_most
 
 _SHOWN_CHARS = 300
 _TRANSIENT = frozenset((408, 409, 425, 429))

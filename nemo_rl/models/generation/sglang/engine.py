@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from nemo_rl.config.schema.model.sglang import SglangConfig
+from nemo_rl.config.schema.model.generation import SglangConfig
 from nemo_rl.models.generation.interfaces import (
     EngineSettings,
     FinishReason,

@@ -16,12 +16,12 @@ from typing import Any
 
 import httpx
 
-from nemo_rl.config.schema.model.sglang import SglangConfig
+from nemo_rl.config.schema.model.generation import SglangConfig
 from nemo_rl.distributed.ranks.rendezvous import bind_free_port
 from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.generation.remote.connection import EndpointConnection, EndpointError
+from nemo_rl.utils.addresses import http_address
 from nemo_rl.utils.errors import ConfigError, WorkerDiedError
-from nemo_rl.utils.http import http_address
 
 _START_S = 1800.0
 _POLL_S = 0.25

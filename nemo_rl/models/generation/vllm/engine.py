@@ -56,7 +56,7 @@ from nemo_rl.models.generation.vllm.weights import (
     take_reads,
 )
 from nemo_rl.optimizations.switch import is_on
-from nemo_rl.optimizations.vllm.threads import ThreadChoice, cores_of_each, packing_threads, start_threads
+from nemo_rl.optimizations.vllm import ThreadChoice, cores_of_each, packing_threads, start_threads
 from nemo_rl.utils.errors import GenerationError
 from nemo_rl.weight_sync.parts import Parts
 

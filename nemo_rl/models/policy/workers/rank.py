@@ -15,7 +15,7 @@ from nemo_rl.models.policy.workers.base import PolicyWorker, WorkerSettings
 from nemo_rl.models.policy.workers.costs import PassCosts, pass_costs
 from nemo_rl.models.policy.workers.update_recorder import RankUpdate, UpdateRecorder
 from nemo_rl.models.training.finite import ANOTHER_COPY, require_finite
-from nemo_rl.optimizations.host_allocator import keep_freed_memory
+from nemo_rl.optimizations.process_tuning import keep_freed_memory
 from nemo_rl.optimizations.switch import is_on
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.imports import import_dotted

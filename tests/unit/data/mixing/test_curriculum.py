@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.config import CurriculumConfig
-from nemo_rl.data.mixing.curriculum import Curriculum, MovingAverage
+from nemo_rl.data.streams.curriculum import Curriculum, MovingAverage
 
 pytestmark = pytest.mark.fast
 

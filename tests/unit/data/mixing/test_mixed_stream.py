@@ -12,8 +12,8 @@ from numbered_prompts import collate, make_stream
 
 from nemo_rl.config import CurriculumConfig
 from nemo_rl.data.datasets.processed_dataset import MixedDataset
-from nemo_rl.data.mixing.curriculum import Curriculum
-from nemo_rl.data.mixing.mixed_stream import MixedPromptStream
+from nemo_rl.data.streams.curriculum import Curriculum
+from nemo_rl.data.streams.mixed_stream import MixedPromptStream
 from nemo_rl.data.streams.prompt_stream import DataExhausted, PromptPosition
 from nemo_rl.files.safe_load import load_plain
 from nemo_rl.utils.errors import DataError

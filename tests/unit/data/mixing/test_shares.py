@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from nemo_rl.data.mixing.shares import Division, evenly_spread
+from nemo_rl.data.streams.mixed_stream import Division, evenly_spread
 
 pytestmark = pytest.mark.fast
 

@@ -18,7 +18,7 @@ from nemo_rl.data.packing import (
     plan_microbatches,
     plan_prefixes,
 )
-from nemo_rl.data.packing.prefixes import divide_prefixes
+from nemo_rl.data.packing.plan import divide_prefixes
 from nemo_rl.utils.errors import DataError
 
 pytestmark = pytest.mark.fast

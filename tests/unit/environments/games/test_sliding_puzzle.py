@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from nemo_rl.config.schema.games import SlidingPuzzleBoard
+from nemo_rl.config.schema.kits import SlidingPuzzleBoard
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.kits.games.references import random_solve_rate, shortest_solution, solution_lengths
 from nemo_rl.kits.games.sliding_puzzle import SlidingPuzzleEnv, SlidingPuzzleGame, SlidingPuzzleGameLogic, is_held_out

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.config.schema.tools import ToolEnvironmentConfig
+from nemo_rl.config.schema.kits import ToolEnvironmentConfig
 from nemo_rl.kits.tools.toolbox import Episode, Toolbox, make_toolbox
 from nemo_rl.utils.errors import ConfigError
 

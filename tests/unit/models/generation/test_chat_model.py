@@ -10,8 +10,7 @@ import pytest
 from chat_server import KEY, ChatServer, CutOff, Stall, completion, echo, endpoint_config
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from nemo_rl.data.messages.encoding import encode_text
-from nemo_rl.data.messages.rendering import render_chat
+from nemo_rl.data.messages.encoding import encode_text, render_chat
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, SamplingParams
 from nemo_rl.models.generation.remote.answers import UnreadableError, read_completion
 from nemo_rl.models.generation.remote.chats import ChatInput

@@ -20,7 +20,7 @@ from nemo_rl.commands.conformance.case import answers_of, start
 from nemo_rl.config import REPOSITORY_ROOT, ClusterConfig, PolicyConfig, load_config
 from nemo_rl.config.loading.algorithms import ALGORITHMS
 from nemo_rl.config.rules.engines import check_engines
-from nemo_rl.config.schema.model.sglang import SglangConfig
+from nemo_rl.config.schema.model.generation import SglangConfig
 from nemo_rl.models.generation.factory import check_engine_model
 from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.generation.sglang.engine import SglangEngine

@@ -78,7 +78,7 @@ class _Cycle:
         self._counts = itertools.cycle(counts)
 
     def begin_step(self, *, reads_prompts: bool) -> None:
-        from nemo_rl.optimizations.vllm.threads import set_threads
+        from nemo_rl.optimizations.vllm import set_threads
 
         set_threads(next(self._counts))
 
@@ -97,13 +97,13 @@ def threads_under_load(
     """Return the threads after some windows in which other processes use the given cores; steps take 10 ms."""
     import torch
 
-    from nemo_rl.optimizations.vllm import threads
+    from nemo_rl.optimizations import vllm
 
     before, found = torch.get_num_threads(), []
     clock, used = [0.0], [0.0]
-    choice = threads.ThreadChoice(num_cores, decodes_on_one=decodes_on_one)
+    choice = vllm.ThreadChoice(num_cores, decodes_on_one=decodes_on_one)
     with mock.patch.multiple(
-        threads, time=SimpleNamespace(monotonic=lambda: clock[0]), busy_seconds_of_others=lambda: used[0]
+        vllm, time=SimpleNamespace(monotonic=lambda: clock[0]), busy_seconds_of_others=lambda: used[0]
     ):
         for busy in others:
             for step in range(30):
@@ -112,7 +112,7 @@ def threads_under_load(
                 choice.end_step(has_more=step < 29)
             clock[0], used[0] = clock[0] + 5, used[0] + 5 * num_cores  # the trainer's turn
             found.append(torch.get_num_threads())
-    threads.set_threads(before)
+    vllm.set_threads(before)
     return found
 
 
@@ -120,14 +120,14 @@ def threads_at_start(engine: Any, num_cores: int, adapts: bool = True) -> tuple[
     """Return the threads that the engine's model starts with, and how they change."""
     import torch
 
-    from nemo_rl.optimizations.vllm import threads
+    from nemo_rl.optimizations import vllm
 
     runner = engine._engine.model_executor.driver_worker.model_runner
     before = torch.get_num_threads()
-    threads.set_threads(1)
-    choice = threads.start_threads(runner.get_model(), runner.model_config, num_cores, adapts=adapts)
+    vllm.set_threads(1)
+    choice = vllm.start_threads(runner.get_model(), runner.model_config, num_cores, adapts=adapts)
     found = torch.get_num_threads()
-    threads.set_threads(before)
+    vllm.set_threads(before)
     if choice is None:
         return found, "as they are"
     return found, "two for prompts" if choice._decodes_on_one else "two for all"
@@ -144,7 +144,7 @@ def bits_change(engine: Any, shape: tuple[int, int]) -> bool:
     """Return whether a product of this shape depends on the number of threads."""
     import torch
 
-    from nemo_rl.optimizations.vllm.threads import thread_count_changes_bits
+    from nemo_rl.optimizations.vllm import thread_count_changes_bits
 
     return thread_count_changes_bits([shape], torch.float32)
 
@@ -154,7 +154,7 @@ def products_differ(engine: Any, shape: tuple[int, int]) -> bool:
     import torch
     from vllm import _custom_ops
 
-    from nemo_rl.optimizations.vllm.threads import packing_threads, set_threads
+    from nemo_rl.optimizations.vllm import packing_threads, set_threads
 
     before = torch.get_num_threads()
     generator = torch.Generator().manual_seed(1)
@@ -164,8 +164,8 @@ def products_differ(engine: Any, shape: tuple[int, int]) -> bool:
     products: dict[int, list[torch.Tensor]] = {1: [], 2: []}
     for count in (1, 2, 16, 128):
         rows = torch.randn(count, shape[1], generator=generator)
-        for threads, found in products.items():
-            set_threads(threads)
+        for vllm, found in products.items():
+            set_threads(vllm)
             found.append(_custom_ops.onednn_mm(handler, rows, None))
     set_threads(before)
     return any(not torch.equal(one, two) for one, two in zip(products[1], products[2], strict=True))
@@ -176,7 +176,7 @@ def bits_change_of_sums_by_threads(engine: Any) -> bool:
     import torch
     from vllm import _custom_ops
 
-    from nemo_rl.optimizations.vllm.threads import thread_count_changes_bits
+    from nemo_rl.optimizations.vllm import thread_count_changes_bits
 
     product = _custom_ops.onednn_mm
 
@@ -213,15 +213,15 @@ def take_packing(engine: Any) -> list[int]:
 
 def threads_of_sizes(engine: Any, tiny: int, small: int, num_cores: int, adapts: bool = True) -> tuple[int, str]:
     """Call `threads_at_start` with other bounds: below the first number of parameters tiny, below the second small."""
-    from nemo_rl.optimizations.vllm import threads
+    from nemo_rl.optimizations import vllm
 
-    with mock.patch.multiple(threads, TINY_MODEL=tiny, SMALL_MODEL=small):
+    with mock.patch.multiple(vllm, TINY_MODEL=tiny, SMALL_MODEL=small):
         return threads_at_start(engine, num_cores, adapts)
 
 
 def busy_seconds(engine: Any, wait_s: float) -> float:
     """Return the processor seconds that other processes use while this one waits."""
-    from nemo_rl.optimizations.vllm.threads import busy_seconds_of_others
+    from nemo_rl.optimizations.vllm import busy_seconds_of_others
 
     before = busy_seconds_of_others()
     time.sleep(wait_s)

@@ -18,8 +18,7 @@ from nemo_rl.config import ClusterConfig, PolicyConfig
 from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.models.huggingface.tensor_files import cached_folder
 from nemo_rl.models.quantization.choice import FP8
-from nemo_rl.utils.did_you_mean import did_you_mean
-from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.errors import ConfigError, did_you_mean
 
 logger = logging.getLogger(__name__)
 

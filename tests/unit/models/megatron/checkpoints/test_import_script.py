@@ -21,7 +21,7 @@ from tiny_models import make_char_tokenizer
 from torch import Tensor
 
 from nemo_rl.host import waiting_log
-from nemo_rl.launch.library_logs import logs_of_library
+from nemo_rl.launch.checks import logs_of_library
 from nemo_rl.models.training.interfaces import CheckpointPaths
 
 pytestmark = needs_megatron

@@ -1,0 +1,124 @@
+"""Types of keys by what they hold: numbers with bounds, addresses of servers, hosts that a server listens on."""
+
+import ipaddress
+import re
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
+
+_MOST_WORKERS = 4096
+_MOST = 10**6
+_MOST_STORED = 10**12
+_LARGEST = 1e9
+
+Workers = Annotated[int, Field(gt=0, le=_MOST_WORKERS)]
+"""Processes or threads of one machine."""
+WorkersOrNone = Annotated[int, Field(ge=0, le=_MOST_WORKERS)]
+"""The same; 0: none."""
+Count = Annotated[int, Field(gt=0, le=_MOST)]
+"""Things that are handled together or one after another: samples of a step, machines, ranks, layers, attempts."""
+CountOrZero = Annotated[int, Field(ge=0, le=_MOST)]
+"""The same; 0: none."""
+CountOrMinusOne = Annotated[int, Field(ge=-1, le=_MOST)]
+"""The same; -1 has a meaning of its own."""
+Amount = Annotated[int, Field(gt=0, le=_MOST_STORED)]
+"""Things that add up over a run or fill memory: steps, rows of a data set, bytes, characters."""
+AmountOrZero = Annotated[int, Field(ge=0, le=_MOST_STORED)]
+"""The same; 0: none."""
+AmountOrMinusOne = Annotated[int, Field(ge=-1, le=_MOST_STORED)]
+"""The same; -1 has a meaning of its own."""
+Tokens = Annotated[int, Field(gt=0, lt=2**31)]
+"""Tokens; engines and kernels number them with 32 bits."""
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+"""The number of a token in a vocabulary."""
+Mebibytes = Annotated[int, Field(gt=0, le=2**26)]
+"""Memory in MiB, at most 64 TiB."""
+ProgramMebibytes = Annotated[int, Field(ge=16, le=2**26)]
+"""Memory of a program in MiB; Python does not start with less."""
+Gibibytes = Annotated[float, Field(ge=0.0625, le=2.0**16)]
+"""Memory in GiB; a process of the library does not start with less than 64 MiB."""
+Seconds = Annotated[float, Field(gt=0, le=_LARGEST)]
+"""Seconds."""
+Share = Annotated[float, Field(ge=0, le=1)]
+"""A part of a whole."""
+Number = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST)]
+"""A reward, a limit of one, or another number with a sign."""
+Factor = Annotated[float, Field(gt=0, le=_LARGEST)]
+"""A number that something is multiplied with, or a norm."""
+FactorOrZero = Annotated[float, Field(ge=0, le=_LARGEST)]
+"""The same; 0 switches the term off."""
+LearningRate = Annotated[float, Field(gt=0, le=1000)]
+"""A learning rate."""
+LearningRateOrZero = Annotated[float, Field(ge=0, le=1000)]
+"""The same; 0: none."""
+Port = Annotated[int, Field(ge=1, le=65535)]
+"""A TCP port."""
+
+_LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
+_LONGEST_HOST = 253
+_HIGHEST_PORT = 65535
+
+
+def is_host(name: str) -> bool:
+    """Return whether a text may be a host: an IP address, or labels of letters, digits and hyphens with dots between.
+
+    Example:
+        >>> is_host("10.0.0.1"), is_host("999.1.1.1"), is_host("node-7.cluster"), is_host("a b")
+        (True, False, True, False)
+    """
+    try:
+        ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+        return True
+    except ValueError:
+        labels = name.removesuffix(".").split(".")
+        if labels[-1].isdecimal():  # four numbers would be an address, and no top level has such a name
+            return False
+        return len(name) <= _LONGEST_HOST and all(_LABEL.fullmatch(label) for label in labels)
+
+
+def _checked_host(name: str) -> str:
+    if not is_host(name):
+        raise PydanticCustomError("host", "no host has this name; give an IP address or the name of a machine")
+    return name
+
+
+def _checked_address(address: str) -> str:
+    """Return an address of a server, without a user, a password, a query or a fragment in it."""
+    if problem := _problem_of(address):
+        raise PydanticCustomError(
+            "address",
+            "{problem}; it must be http(s)://host[:port]/path, for example http://127.0.0.1:8000/v1",
+            {"problem": problem},
+        )
+    return address
+
+
+def _problem_of(address: str) -> str | None:
+    """Return what is wrong with an address; None if it can be connected to."""
+    try:
+        parts = urlsplit(address)
+        port = parts.port
+    except ValueError as error:
+        return f"the address cannot be read ({error})"
+    if parts.scheme not in ("http", "https"):
+        return "the address begins with neither http:// nor https://"
+    if "@" in parts.netloc:
+        return "the address holds a user or a password"
+    if parts.query or parts.fragment:
+        return "the address has a query (?) or a fragment (#)"
+    if not parts.hostname or not is_host(parts.hostname):
+        return f"the address has no host, or one that no network has ({parts.hostname!r})"
+    if port == 0:
+        return f"the address has port 0, and ports are from 1 to {_HIGHEST_PORT}"
+    if any(sign.isspace() or not sign.isprintable() for sign in address):
+        return "the address has spaces or control characters"
+    return None
+
+
+Host = Annotated[str, AfterValidator(_checked_host)]
+"""The name or the IP address of a machine."""
+
+HttpAddress = Annotated[str, AfterValidator(_checked_address)]
+"""The address of a server that answers HTTP."""

@@ -1,1 +1,0 @@
-"""Rules on what changes the training reward of an answer besides its environment."""

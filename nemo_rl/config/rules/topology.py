@@ -1,0 +1,227 @@
+"""Compute the models of a run and their ranks, from `cluster`, the models and `policy.generation`.
+
+A role says what a model is for and on whose devices it runs.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from nemo_rl.config.rules.engines import ranks_of_engine
+from nemo_rl.config.rules.number_formats import fp8_row_multiple
+from nemo_rl.config.schema.algorithms.overlap import OverlapConfig
+from nemo_rl.config.schema.cluster import ClusterConfig
+from nemo_rl.config.schema.model.parallel import BackendSection
+from nemo_rl.config.schema.model.policy import OwnDevicesConfig, PolicyConfig
+from nemo_rl.utils.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Role:
+    """A model of a run."""
+
+    section: PolicyConfig
+    """Its keys; `section.placement` says on which devices it runs."""
+    trains: bool = True
+    """Has an optimizer and is saved in checkpoints; else it is frozen, for inference only."""
+    keeps_reference: bool = False
+    """Keep the initial weights for reference log-probabilities."""
+
+    @property
+    def shares_with(self) -> str | None:
+        """Name of the model whose devices it uses, "policy" for the policy itself; None: it has its own devices."""
+        return self.section.placement.shares_with
+
+
+def trained(models: Mapping[str, Role]) -> dict[str, Role]:
+    """The models that are trained, which are those that a checkpoint holds."""
+    return {name: role for name, role in models.items() if role.trains}
+
+
+def sharing(models: Mapping[str, Role]) -> dict[str, list[str]]:
+    """The models on each group of devices, by the name of the model that owns the devices; the owner is first."""
+    owners = [name for name, role in models.items() if role.shares_with in (None, name)]
+    members = {name: role.shares_with for name, role in models.items() if name not in owners}
+    return {owner: [owner, *(name for name, host in members.items() if host == owner)] for owner in owners}
+
+
+_FACTORS = ("pp", "dp_replicate", "cp", "tp")
+"""Axes with a size in the section; their product divides the number of ranks."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Machines and ranks of policy and generation."""
+
+    policy_nodes: int
+    """Machines with policy ranks."""
+    policy_ranks_per_node: int
+    """Policy processes on each of them."""
+    generation_nodes: int
+    """Machines with engines."""
+    generation_ranks_per_node: int
+    """Engine processes on each of them; an engine has one or several."""
+
+    @property
+    def policy_ranks(self) -> int:
+        """Policy processes in the run."""
+        return self.policy_nodes * self.policy_ranks_per_node
+
+    @property
+    def generation_ranks(self) -> int:
+        """Engine processes in the run."""
+        return self.generation_nodes * self.generation_ranks_per_node
+
+
+def plan_topology(cluster: ClusterConfig, policy: PolicyConfig) -> Topology:
+    """Divide the machines between policy and generation.
+
+    Colocated, both use all of them. Separate on GPUs, one machine is split by
+    `colocated.resources.gpus_per_node`; several machines are divided by `colocated.resources.num_nodes`.
+    Separate on CPUs, engines are additional processes on the same machines, unless `resources.num_nodes` gives them
+    their own machines.
+    """
+    nodes, ranks = cluster.num_nodes, cluster.policy_ranks_per_node
+    if policy.generation is None or policy.generation.colocated.enabled:
+        return Topology(nodes, ranks, nodes, ranks)
+    resources = policy.generation.colocated.resources
+    engine_gpus = resources.gpus_per_node or 0
+    engine_nodes = (resources.num_nodes or 0) if nodes > 1 else 0
+    if not cluster.uses_gpu:
+        engine_ranks = resources.ranks_per_node or ranks_of_engine(policy.generation.engine)
+        return Topology(nodes - engine_nodes, ranks, engine_nodes or nodes, engine_ranks)
+    if nodes == 1:
+        return Topology(1, cluster.gpus_per_node - engine_gpus, 1, engine_gpus)
+    return Topology(nodes - engine_nodes, ranks, engine_nodes, engine_gpus or cluster.gpus_per_node)
+
+
+def busy_engines(overlap: OverlapConfig, cluster: ClusterConfig, policy: PolicyConfig) -> int:
+    """Return the engine workers that compute on the cores of a policy machine while its ranks train.
+
+    0 with modes in which the engines are idle most of that time, with GPUs, and for engines on other machines.
+    """
+    topology = plan_topology(cluster, policy)
+    has_own_machines = topology.generation_nodes < cluster.num_nodes
+    if overlap.mode != "ahead" or cluster.uses_gpu or has_own_machines:
+        return 0
+    return topology.generation_ranks_per_node
+
+
+def divide_cluster(cluster: ClusterConfig, models: Mapping[str, Role]) -> dict[str, ClusterConfig]:
+    """Give each model of a run its part of the cluster; models that share devices get the same part.
+
+    The policy's part is what the models with their own devices leave; generation uses it too (`plan_topology`).
+    On GPUs, one machine is divided by `resources.gpus_per_node` and several machines by `resources.num_nodes`. On CPUs
+    the ranks of a model with its own devices are additional processes on the same machines.
+    """
+    own = {name: role.section.placement.resources for name, role in models.items() if role.shares_with is None}
+    parts = {name: _own_part(cluster, devices) for name, devices in own.items()}
+    parts["policy"] = cluster
+    for devices in own.values():
+        parts["policy"] = without_devices(parts["policy"], devices)
+    return {name: parts[role.shares_with or name] for name, role in models.items()}
+
+
+def _own_part(cluster: ClusterConfig, devices: OwnDevicesConfig) -> ClusterConfig:
+    """The machines and ranks of a model with its own devices."""
+    if not cluster.uses_gpu:
+        return cluster.model_copy(update={"ranks_per_node": devices.ranks_per_node or 1})
+    nodes = 1 if cluster.num_nodes == 1 else devices.num_nodes or 0
+    gpus = devices.gpus_per_node or (0 if cluster.num_nodes == 1 else cluster.gpus_per_node)
+    return cluster.model_copy(update={"num_nodes": nodes, "gpus_per_node": gpus, "ranks_per_node": None})
+
+
+def without_devices(cluster: ClusterConfig, devices: OwnDevicesConfig) -> ClusterConfig:
+    """The part of a cluster that a model with its own devices leaves."""
+    if not cluster.uses_gpu:
+        return cluster
+    if cluster.num_nodes == 1:
+        return cluster.model_copy(update={"gpus_per_node": cluster.gpus_per_node - (devices.gpus_per_node or 0)})
+    return cluster.model_copy(update={"num_nodes": cluster.num_nodes - (devices.num_nodes or 0)})
+
+
+def model_ranks(cluster: ClusterConfig, models: Mapping[str, Role]) -> dict[str, int]:
+    """Ranks of each model of a run; models that share devices have the same number."""
+    parts = divide_cluster(cluster, models)
+    ranks = {name: parts[name].num_nodes * parts[name].policy_ranks_per_node for name in models}
+    ranks["policy"] = plan_topology(parts["policy"], models["policy"].section).policy_ranks
+    return {name: ranks[role.shares_with or name] for name, role in models.items()}
+
+
+def parallel_sizes(policy: PolicyConfig, ranks: int) -> dict[str, int]:
+    """Return the sizes of the parallel axes and of the expert mesh; `dp_shard` takes the remaining ranks.
+
+    Raises:
+        ConfigError: the ranks do not divide into the given axes, or a stage's ranks into those of experts.
+    """
+    section = policy.backend_section
+    asked = {axis: section.size(axis) for axis in _FACTORS}
+    copies = math.prod(asked.values())
+    if ranks % copies:
+        near = [n for n in (ranks // copies * copies, -(-ranks // copies) * copies) if n]
+        raise ConfigError(
+            f"{ranks} ranks are no multiple of {copies} ({_product(section, _FACTORS)}). Nearest numbers of ranks: "
+            f"{', '.join(map(str, near))}.{_nearest_sizes(section, ranks)}"
+        )
+    sizes = asked | {"dp_shard": ranks // copies, "ep": section.size("ep")}
+    sharing = sizes["dp_shard"] * asked["cp"] * asked["tp"]
+    _check_expert_ranks(section, sharing, ranks)
+    return sizes
+
+
+def _check_expert_ranks(section: BackendSection, sharing: int, ranks: int) -> None:
+    """Check that the ranks of one copy of a stage divide into the expert and expert-tensor axes."""
+    parts, size = section.size("etp"), section.size("ep")
+    if sharing % (parts * size) == 0:
+        return
+    fitting = [n for n in range(1, sharing + 1) if sharing % (parts * n) == 0]
+    near = ", ".join(map(str, sorted(sorted(fitting, key=lambda n: abs(n - size))[:2])))
+    way_out = f"Nearest values{f' of {section.size_keys["ep"]}' if parts > 1 else ''}: {near}."
+    outside = _product(section, ("pp", "dp_replicate"))
+    raise ConfigError(
+        f"{_product(section, ('ep', 'etp'))} does not divide the {sharing} ranks that share a copy of a stage: "
+        f"{sharing} / {parts * size} = {sharing / (parts * size):g} ({ranks} ranks"
+        f"{f' / {outside}'.replace(' x ', ' / ') if outside else ''}). "
+        f"{way_out if near else f'Lower {section.size_keys["etp"]}.'}"
+    )
+
+
+def row_length_multiple(policy: PolicyConfig) -> int:
+    """Return the tokens that a row length must be a multiple of, so that ranks that share a row get equal parts.
+
+    With training in float8, each part is a multiple of what its kernels accept.
+    """
+    return math.lcm(policy.make_sequence_length_divisible_by, row_parts(policy) * fp8_row_multiple(policy))
+
+
+def row_parts(policy: PolicyConfig) -> int:
+    """Return the number of equal parts of a row.
+
+    A context-parallel rank has two equal chunks of a row; sequence-parallel ranks divide those again.
+    """
+    section = policy.backend_section
+    cp, sharing = section.size("cp"), section.size("tp")
+    sharing = sharing if getattr(section, "sequence_parallel", False) else 1
+    return cp * (math.lcm(2, sharing) if cp > 1 else sharing)
+
+
+def _product(section: BackendSection, axes: Iterable[str]) -> str:
+    """Return the sizes above 1 as the user writes them."""
+    return " x ".join(f"{section.size_keys[axis]}={section.size(axis)}" for axis in axes if section.size(axis) > 1)
+
+
+def _nearest_sizes(section: BackendSection, ranks: int) -> str:
+    """Return the largest smaller sizes that divide the ranks, each with one key changed."""
+    copies = math.prod(map(section.size, _FACTORS))
+    fitting = []
+    for axis in _FACTORS:
+        size = section.size(axis)
+        smaller = [n for n in range(1, size) if ranks % (copies // size * n) == 0]
+        fitting += [f"{section.size_keys[axis]}={smaller[-1]}"] if smaller else []
+    return f" Or, for {ranks}: {' or '.join(fitting)}." if fitting else ""
+
+
+def data_parallel_ranks(cluster: ClusterConfig, policy: PolicyConfig) -> int:
+    """Return the number of groups of ranks that work on different samples."""
+    sizes = parallel_sizes(policy, plan_topology(cluster, policy).policy_ranks)
+    return sizes["dp_replicate"] * sizes["dp_shard"]

@@ -1,1 +1,0 @@
-"""The built-in arithmetic data set: problems, and problems with worked answers."""

@@ -1,0 +1,52 @@
+"""Write files atomically, and write output that training does not depend on."""
+
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def write_atomically(path: Path, content: str | Iterable[str]) -> None:
+    """Replace a file's whole content.
+
+    Args:
+        path: the file; its folder exists.
+        content: the text, or its parts in order, which need not fit into memory together.
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.writelines([content] if isinstance(content, str) else content)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+logger = logging.getLogger(__name__)
+
+
+class OptionalOutput:
+    """One destination whose failures cause a single warning.
+
+    Args:
+        name: name of the destination in the warning.
+        failures: errors that mean that it could not be written.
+    """
+
+    def __init__(self, name: str, failures: tuple[type[Exception], ...] = (OSError,)):
+        self._name = name
+        self._failures = failures
+        self._has_warned = False
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Run a block that writes; a later attempt is made even if this one fails."""
+        try:
+            yield
+        except self._failures as error:
+            if not self._has_warned:
+                logger.warning(
+                    "%s cannot be written: %s. Training continues; this output is incomplete.", self._name, error
+                )
+            self._has_warned = True
