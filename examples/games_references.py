@@ -12,9 +12,8 @@ from statistics import fmean
 
 from nemo_rl.config import GRPOMasterConfig, load_config
 from nemo_rl.data.datasets.response_datasets import EpisodesDataset
-from nemo_rl.kits.games.blackjack_values import expected_reward, optimal_policy, random_policy
-from nemo_rl.kits.games.references import random_solve_rate
-from nemo_rl.kits.games.sliding_puzzle import SlidingPuzzleGame
+from nemo_rl.kits.games.blackjack import expected_reward, optimal_policy, random_policy
+from nemo_rl.kits.games.sliding_puzzle import SlidingPuzzleGame, random_solve_rate
 
 CONFIGS = Path(__file__).parent / "configs"
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from nemo_rl.commands.dry_run import mesh_text
 from nemo_rl.commands.size.candidates import candidate_of
-from nemo_rl.commands.size.jobs import Job
-from nemo_rl.commands.size.machines import Gpu, chosen_gpu
+from nemo_rl.commands.size.jobs import Gpu, Job, chosen_gpu
 from nemo_rl.commands.size.proposal import Proposal, described, propose
 from nemo_rl.commands.size.run import own_train_seconds
 from nemo_rl.config import MasterConfig, load_config

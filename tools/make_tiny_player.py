@@ -38,10 +38,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from nemo_rl.config.schema.kits import SlidingPuzzleBoard
-from nemo_rl.kits.games.blackjack import BlackjackGame, hand_value
-from nemo_rl.kits.games.blackjack_values import Hands, optimal_policy
-from nemo_rl.kits.games.references import Grid, solution_lengths
-from nemo_rl.kits.games.sliding_puzzle import SlidingPuzzleGame, is_held_out
+from nemo_rl.kits.games.blackjack import BlackjackGame, Hands, hand_value, optimal_policy
+from nemo_rl.kits.games.sliding_puzzle import Grid, SlidingPuzzleGame, is_held_out, solution_lengths
 from nemo_rl.kits.games.text_game import GameTurn, TextGame
 
 logger = logging.getLogger("make_tiny_player")

@@ -5,7 +5,7 @@ from nemo_rl.algorithms.credit.advantages import (
     GRPOAdvantageEstimator,
     ReinforcePlusPlusAdvantageEstimator,
 )
-from nemo_rl.algorithms.credit.token_estimators import GeneralizedAdvantageEstimator, RawRewardAdvantageEstimator
+from nemo_rl.algorithms.credit.token_credit import GeneralizedAdvantageEstimator, RawRewardAdvantageEstimator
 
 __all__ = [
     "GDPOAdvantageEstimator",

@@ -6,7 +6,10 @@ and the treatment of rare tokens are options of the loss (`losses.distillation`)
 change.
 """
 
+import logging
+import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -15,15 +18,134 @@ from nemo_rl.algorithms.rollout.ahead import with_overlap
 from nemo_rl.algorithms.rollout.environments import response_data
 from nemo_rl.algorithms.rollout.source import FreshRollouts, RolloutSource, source_wrapper
 from nemo_rl.algorithms.rollout.start import RolloutRecipe, start_run
-from nemo_rl.algorithms.runtime.run import Run, Stage
+from nemo_rl.algorithms.runtime.run import Run, Stage, StepBatch
 from nemo_rl.algorithms.runtime.run import train_with_restarts as distillation_train
 from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
-from nemo_rl.algorithms.teacher import TeacherScores, check_teacher_fits, check_vocab_equality
-from nemo_rl.config import DistillationConfig, DistillationMasterConfig
+from nemo_rl.config import DistillationConfig, DistillationMasterConfig, PolicyConfig, TokenizerConfig
+from nemo_rl.data.interfaces import TokenizerType
+from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.losses.distillation import DistillationLossFn
 from nemo_rl.losses.loss_function import AnyLossFunction
+from nemo_rl.models.huggingface.load import load_model_config
+from nemo_rl.models.policy.interfaces import ScoringModel
 from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.seed import set_seed
+
+logger = logging.getLogger(__name__)
+
+SKIP_CHECK = "NRL_SKIP_DISTILLATION_TOKENIZER_CHECK"
+"""Environment variable that turns the comparison of vocabularies into a warning; NeMo RL's name for it."""
+_NUM_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class TeacherScores:
+    """The stage that adds the teacher's top-k logits; a `runtime.run.Stage`."""
+
+    teacher: ScoringModel
+    """The model that scores."""
+    k: int
+    """Logits per token."""
+    vocab_size: int | None = None
+    """Only ids below it are returned; None for all."""
+    temperature: float = 1.0
+    """Logits are divided by it, like the student's."""
+
+    name = "teacher_logprob_inference"
+    roles = ("teacher",)
+
+    def apply(self, batch: StepBatch) -> dict[str, float]:
+        """Write `teacher_topk_logits` float32, over the temperature, and `teacher_topk_indices` int64, `[B, T, k]`."""
+        scored = self.teacher.get_topk_logits(batch.tensors, self.k, vocab_size=self.vocab_size)
+        batch.tensors["teacher_topk_logits"] = scored["topk_logits"] / self.temperature
+        batch.tensors["teacher_topk_indices"] = scored["topk_indices"]
+        return {}
+
+
+def check_teacher_fits(config: DistillationMasterConfig, tokenizer: TokenizerType) -> int | None:
+    """Compare the vocabularies of teacher and student, from their tokenizers and model configurations.
+
+    Args:
+        config: the run's configuration.
+        tokenizer: the student's.
+
+    Returns:
+        The number of token ids that the teacher may use; None for all of its vocabulary.
+
+    Raises:
+        ConfigError: they differ, or k is larger than the vocabulary.
+    """
+    student, teacher = config.policy, config.teacher
+    other = get_tokenizer(teacher.tokenizer, section="teacher")
+    compare_vocabularies(tokenizer, other, student.model_name, teacher.model_name)
+    num_student, num_teacher = _vocab_size(student, "policy"), _vocab_size(teacher, "teacher")
+    num_usable, k = min(num_student, num_teacher), config.distillation.topk_logits_k
+    if k > num_usable:
+        raise ConfigError(
+            f"distillation.topk_logits_k={k} is more than the {num_usable} entries of the vocabulary. "
+            f"Set it to at most {num_usable}."
+        )
+    return num_usable if num_teacher > num_usable else None
+
+
+def check_vocab_equality(tokenizer: TokenizerType, student_model_name: str, teacher_model_name: str) -> None:
+    """Refuse a teacher whose tokenizer gives tokens other ids than the student's.
+
+    Args:
+        tokenizer: the student's.
+        student_model_name: for the message.
+        teacher_model_name: hub id or folder of the teacher.
+
+    Raises:
+        ConfigError: the vocabularies differ, or the teacher has no tokenizer.
+    """
+    other = get_tokenizer(TokenizerConfig.build(name=teacher_model_name), section="teacher")
+    compare_vocabularies(tokenizer, other, student_model_name, teacher_model_name)
+
+
+def compare_vocabularies(student: TokenizerType, teacher: TokenizerType, student_name: str, teacher_name: str) -> None:
+    """Check that every token has the same id in both tokenizers.
+
+    Raises:
+        ConfigError: they differ. Only logged if the environment variable `SKIP_CHECK` is set.
+    """
+    difference = _difference(student.get_vocab(), teacher.get_vocab())
+    if difference is None:
+        return
+    message = (
+        f"teacher.model_name={teacher_name!r} has another vocabulary than policy.model_name={student_name!r}: "
+        f"{difference}. Distillation compares probabilities token by token, so both need the same tokens under the "
+        "same ids: choose models of one family"
+    )
+    if os.environ.get(SKIP_CHECK, "0") not in ("", "0", "false"):
+        logger.warning("%s. Ignored, because %s is set.", message, SKIP_CHECK)
+        return
+    raise ConfigError(f"{message}, or set {SKIP_CHECK}=1 if the tokens that differ never occur.")
+
+
+def _difference(student: Mapping[str, int], teacher: Mapping[str, int]) -> str | None:
+    """Describe how two vocabularies differ; None if they do not."""
+    if student == teacher:
+        return None
+    tokens = sorted({*student, *teacher}, key=lambda token: (student.get(token, -1), teacher.get(token, -1)))
+    differing = [token for token in tokens if student.get(token) != teacher.get(token)]
+    examples = ", ".join(
+        f"{token!r} is {_id(teacher, token)} for the teacher and {_id(student, token)} for the student"
+        for token in differing[:_NUM_SHOWN]
+    )
+    return f"{len(differing)} of {len(tokens)} tokens differ, e.g. {examples}"
+
+
+def _id(vocabulary: Mapping[str, int], token: str) -> str:
+    return f"id {vocabulary[token]}" if token in vocabulary else "unknown"
+
+
+def _vocab_size(model: PolicyConfig, section: str) -> int:
+    """Return the rows of the model's output head; may exceed the number of tokens."""
+    config = load_model_config(model.model_name, model.hf_config_overrides, section=section)
+    return int(config.get_text_config().vocab_size)
+
 
 __all__ = ["DistillationConfig", "MasterConfig", "check_vocab_equality", "distillation_train", "recipe", "setup"]
 

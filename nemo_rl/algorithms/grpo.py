@@ -18,12 +18,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.algorithms.credit.advantages import AdvantageEstimator, AdvantageExtras, make_advantage_estimator
-from nemo_rl.algorithms.credit.efforts import effort_metrics, effort_penalty
-from nemo_rl.algorithms.credit.fixed_advantages import set_invalid_tool_calls, set_malformed_thinking
 from nemo_rl.algorithms.credit.group_statistics import spread
 from nemo_rl.algorithms.credit.joined_rows import JoinedRows
-from nemo_rl.algorithms.credit.reward_shaping import scale_rewards, training_rewards
-from nemo_rl.algorithms.credit.turns import padded
+from nemo_rl.algorithms.credit.reward_shaping import effort_metrics, effort_penalty, scale_rewards, training_rewards
+from nemo_rl.algorithms.credit.turns import padded, set_invalid_tool_calls, set_malformed_thinking
 from nemo_rl.algorithms.rewarded_source import rewarded_source
 from nemo_rl.algorithms.rollout.environments import response_data
 from nemo_rl.algorithms.rollout.start import RolloutRecipe, start_run
@@ -44,7 +42,7 @@ from nemo_rl.config import (
 from nemo_rl.data.effort_levels import with_effort_levels
 from nemo_rl.data.stored_rows import NUM_WRITTEN, SAMPLE_ADVANTAGES, STORED_ROWS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.penalties.review import ReviewSettings
+from nemo_rl.experience.penalties import ReviewSettings
 from nemo_rl.experience.trajectory import Trajectory, is_right
 from nemo_rl.losses.loss_function import LossFunction
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn

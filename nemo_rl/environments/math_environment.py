@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nemo_rl.config.schema.env import MathEnvironmentConfig
 from nemo_rl.data.messages.content import content_text
-from nemo_rl.environments.grading.boxed import grade_plain_number
+from nemo_rl.environments.grading.final_answer import grade_plain_number
 from nemo_rl.environments.grading.grade import Grade, Reward, VerifierResult
 from nemo_rl.environments.grading.pool import GradingPool
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 from pydantic import BaseModel
 
 from nemo_rl.distributed.ray_actor_environment_registry import make_actor_runtime_env
-from nemo_rl.environments.workers.keys import own_keys, section_of, worker_keys
-from nemo_rl.environments.workers.loading import ENVIRONMENTS, load_env_class
+from nemo_rl.environments.workers.loading import ENVIRONMENTS, load_env_class, own_keys, section_of, worker_keys
 from nemo_rl.environments.workers.start import Environment, start_workers
 from nemo_rl.utils.errors import ConfigError, SandboxError
 from nemo_rl.utils.named_parts import check_own_keys

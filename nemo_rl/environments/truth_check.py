@@ -17,13 +17,12 @@ from pydantic import BaseModel
 
 from nemo_rl.config.schema.env import MathEnvironmentConfig
 from nemo_rl.data.datasets.processed_dataset import RowsWithPlace
-from nemo_rl.environments.grading.boxed import grade_plain_number
+from nemo_rl.environments.grading.final_answer import grade_plain_number
 from nemo_rl.environments.grading.grade import SOLUTION_MARK, Grade
 from nemo_rl.environments.grading.pool import GradingPool
 from nemo_rl.environments.math_environment import MathEnvironment, MathMultiRewardEnvironment
 from nemo_rl.environments.registry import env_class_path
-from nemo_rl.environments.workers.keys import own_keys, section_of
-from nemo_rl.environments.workers.loading import load_env_class
+from nemo_rl.environments.workers.loading import load_env_class, own_keys, section_of
 from nemo_rl.utils.errors import DataError
 
 logger = logging.getLogger(__name__)

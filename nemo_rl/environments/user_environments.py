@@ -16,10 +16,8 @@ from nemo_rl.distributed.ray_actor_environment_registry import make_actor_runtim
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, EpisodeStart
 from nemo_rl.environments.registry import env_class_path
 from nemo_rl.environments.workers.client import EnvironmentClient
-from nemo_rl.environments.workers.keys import section_of, worker_keys
-from nemo_rl.environments.workers.loading import class_path, plain_env_class
-from nemo_rl.environments.workers.pool import EnvironmentPool
-from nemo_rl.environments.workers.start import Environment, start_workers
+from nemo_rl.environments.workers.loading import class_path, plain_env_class, section_of, worker_keys
+from nemo_rl.environments.workers.start import Environment, EnvironmentPool, start_workers
 from nemo_rl.utils.errors import ConfigError
 
 if TYPE_CHECKING:

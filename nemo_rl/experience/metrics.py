@@ -8,7 +8,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 
-from nemo_rl.experience.penalties.metrics import review_metrics
+from nemo_rl.experience.penalties import review_metrics
 from nemo_rl.experience.trajectory import Ending, Outcome, Rollouts, Trajectory, is_right
 
 OF_AN_ENVIRONMENT = (

@@ -12,8 +12,7 @@ from nemo_rl.config.schema.agents import AgentEndpointConfig
 from nemo_rl.data.interfaces import Message
 from nemo_rl.data.messages.content import TextRules
 from nemo_rl.environments.interfaces import StepResult
-from nemo_rl.experience.limits import RolloutLimits
-from nemo_rl.experience.trajectory import Trajectory
+from nemo_rl.experience.trajectory import RolloutLimits, Trajectory
 from nemo_rl.models.generation.interfaces import GenerationInterface, SamplingParams
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.imports import import_dotted

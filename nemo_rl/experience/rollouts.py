@@ -28,14 +28,13 @@ from nemo_rl.compat.public_names import public_names
 from nemo_rl.config.schema.agents import AgentEndpointConfig
 from nemo_rl.data.messages.content import TextRules
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.closings import CLOSING_S, Closings
 from nemo_rl.experience.event_loop import CLEAN_UP_S, BackgroundTask, EventLoopThread
 from nemo_rl.experience.idle_shares import BusySeconds
 from nemo_rl.experience.metrics import mean_metrics
-from nemo_rl.experience.penalties.review import Review, nothing
+from nemo_rl.experience.penalties import Review, nothing
 from nemo_rl.experience.post_processing import post_process
 from nemo_rl.experience.progress import GroupProgress, StoredSamples, states_of
-from nemo_rl.experience.samples import EnvironmentPort, RolloutKey, RolloutLimits, SamplePlayer
+from nemo_rl.experience.samples import CLOSING_S, Closings, EnvironmentPort, RolloutKey, RolloutLimits, SamplePlayer
 from nemo_rl.experience.trajectory import Rollouts, Trajectory
 from nemo_rl.models.generation.interfaces import GenerationInterface, SamplingParams
 from nemo_rl.optimizations.process_tuning import search_all_objects_rarely

@@ -7,10 +7,11 @@ Invariant: sampled token ids stay, more are only appended; an episode is closed 
 depends on (run seed, phase, step, round, group, sample, turn) and on nothing that varies between runs.
 """
 
+import asyncio
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Protocol
@@ -25,13 +26,10 @@ from nemo_rl.data.messages.content import TextRules
 from nemo_rl.data.messages.observations import ObservationRenderer, messages_of
 from nemo_rl.data.routed_experts import note_experts
 from nemo_rl.environments.interfaces import EpisodeStart, StepResult
-from nemo_rl.experience.chats import chat_of, end_without_answer
-from nemo_rl.experience.closings import Closings
-from nemo_rl.experience.limits import RolloutLimits
 from nemo_rl.experience.post_processing import PostProcessor
 from nemo_rl.experience.program_player import ProgramPlayer, make_program_player
 from nemo_rl.experience.progress import SampleProgress
-from nemo_rl.experience.trajectory import Ending, Outcome, Trajectory
+from nemo_rl.experience.trajectory import Ending, Outcome, RolloutLimits, Trajectory
 from nemo_rl.models.generation.interfaces import (
     GenerationInterface,
     GenerationRequest,
@@ -40,13 +38,92 @@ from nemo_rl.models.generation.interfaces import (
     SamplingParams,
     VersionSpan,
 )
+from nemo_rl.models.generation.remote.chats import ChatInput
 from nemo_rl.models.generation.responses.continued import joined, rest_of
 from nemo_rl.models.generation.texts import sampled_text
 from nemo_rl.utils.errors import DataError, NoAnswerError
 from nemo_rl.utils.seed import derive_seed
 from nemo_rl.utils.timer import BusyClock
 
+
+def chat_of(sample: Trajectory) -> ChatInput:
+    """Return the conversation of a sample as messages, the next answer still missing.
+
+    Raises:
+        DataError: the data does not give the messages of the prompt.
+    """
+    if sample.chat is None:
+        raise DataError(
+            "generation.endpoint sends prompts as messages, but the data processor does not say what the prompt was "
+            "rendered from: give the datum `chat`, a dict with `messages` and `tools`."
+        )
+    log = sample.message_log
+    first = next((number for number, message in enumerate(log) if "generation_logprobs" in message), len(log))
+    messages = list(sample.chat["messages"])
+    for message in log[first:]:
+        messages += [_said(message)] if "generation_logprobs" in message else messages_of(message)
+    return ChatInput(messages, sample.chat["tools"] or (), sample.chat.get("template_kwargs") or {})
+
+
+def _said(message: Message) -> Message:
+    """Return an answer as its server gave it: calls of tools as such, and not in the text too."""
+    return {"role": "assistant", "content": message.get("spoken", message["content"])} | (
+        {"tool_calls": message["tool_calls"]} if "tool_calls" in message else {}
+    )
+
+
+def end_without_answer(sample: Trajectory, error: NoAnswerError) -> None:
+    """End a sample whose next answer cannot be got: full, like one of own engines, or with an error."""
+    if not error.is_too_long:
+        sample.fail(str(error))
+        return
+    sample.outcome = Outcome.TRUNCATED if sample.num_turns else Outcome.PROMPT_TOO_LONG
+    sample.ended_by = Ending.SEQUENCE_LENGTH
+
+
 logger = logging.getLogger(__name__)
+
+CLOSING_S = 30.0
+"""Seconds that a group or collection waits for its episodes to be closed; an environment may be busy with a step."""
+
+_late: set[asyncio.Task[None]] = set()
+"""Closings that took longer than `CLOSING_S`. Kept here because asyncio holds only weak references to tasks."""
+
+
+class Closings:
+    """Episodes that are being closed.
+
+    Args:
+        owner: "group" or "collection", for the log.
+    """
+
+    def __init__(self, owner: str):
+        self._owner = owner
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, closing: Coroutine[Any, Any, None]) -> None:
+        """Start to close an episode. If the environment has nothing to close, the episode is closed on return."""
+        task = asyncio.Task(closing, loop=asyncio.get_running_loop(), eager_start=True)
+        if not task.done():
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def wait(self) -> None:
+        """Wait until all episodes are closed, at most `CLOSING_S`; the remaining ones are closed later."""
+        if not self._tasks:
+            return
+        _, late = await asyncio.wait(self._tasks, timeout=CLOSING_S)
+        if late:
+            _late.update(late)
+            for task in late:
+                task.add_done_callback(_late.discard)
+            logger.warning(
+                "%d episodes are not closed %g s after their %s has ended; they are closed when their environment has "
+                "time.",
+                len(late),
+                CLOSING_S,
+                self._owner,
+            )
 
 
 class EnvironmentPort(PostProcessor, Protocol):

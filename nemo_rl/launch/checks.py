@@ -249,8 +249,12 @@ def check_memory(request: Request) -> Passed:
 
     It fails if the run would refuse to start; a configuration that probably does not fit is a warning.
     """
-    from nemo_rl.algorithms.setup.memory_check import log_memory, memory_of_a_rank
-    from nemo_rl.algorithms.setup.memory_forecast import rows_per_sample, warn_of_shortfalls
+    from nemo_rl.algorithms.setup.memory_forecast import (
+        log_memory,
+        memory_of_a_rank,
+        rows_per_sample,
+        warn_of_shortfalls,
+    )
 
     config = request.config
     assert isinstance(config, MasterConfig), "an evaluation trains nothing"

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from nemo_rl.config import RunConfig, load_config
-from nemo_rl.environments.user_frames import report
+from nemo_rl.environments.user_errors import report
 from nemo_rl.host.stop_signals import leave_at_once
 from nemo_rl.launch.checks import Moment, make_checks
 from nemo_rl.optimizations.fork_server import start_fork_server

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from nemo_rl.sandbox.languages import DEVICES
+from nemo_rl.sandbox.program import DEVICES
 
 type MechanismName = Literal["bubblewrap", "landlock"]
 type Choice = Literal["auto", "bubblewrap", "landlock"]

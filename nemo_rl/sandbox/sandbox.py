@@ -16,10 +16,9 @@ from functools import cache
 from pathlib import Path
 
 from nemo_rl.sandbox.handover import Handover
-from nemo_rl.sandbox.languages import language_of, python
 from nemo_rl.sandbox.mechanisms import IN_ORDER, SCRATCH, Choice, Mechanism
 from nemo_rl.sandbox.plan import MAX_FILES, make_plan, max_threads
-from nemo_rl.sandbox.program import End, Limits, Outcome, Program
+from nemo_rl.sandbox.program import End, Limits, Outcome, Program, language_of, python
 from nemo_rl.sandbox.scratch import is_beyond, remove
 from nemo_rl.sandbox.supervision import Launch, Supervision
 from nemo_rl.utils.errors import SandboxError

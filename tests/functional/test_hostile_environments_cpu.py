@@ -18,9 +18,8 @@ import ray
 from hostile_environments import Hostile, Pooled
 
 from nemo_rl.distributed.virtual_cluster import init_ray
-from nemo_rl.environments.workers.keys import WorkerKeys
-from nemo_rl.environments.workers.pool import EnvironmentPool
-from nemo_rl.environments.workers.start import Environment, start_workers
+from nemo_rl.environments.workers.loading import WorkerKeys
+from nemo_rl.environments.workers.start import Environment, EnvironmentPool, start_workers
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 

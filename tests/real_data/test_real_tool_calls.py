@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from nemo_rl.kits.tools.parsing.template import choose_parser, response_text
-from nemo_rl.kits.tools.parsing.vllm import CallParser, ToolCall
+from nemo_rl.kits.tools.template import choose_parser, response_text
+from nemo_rl.kits.tools.vllm import CallParser, ToolCall
 
 CATEGORIES = ("simple_python", "multiple", "parallel", "parallel_multiple", "live_simple", "multi_turn_base")
 TEMPLATES = {

@@ -18,31 +18,31 @@ from transformers import AutoTokenizer
 
 import nemo_rl
 from nemo_rl.agents.dialects.fields import Fields
-from nemo_rl.agents.dialects.response_items import read_items
+from nemo_rl.agents.dialects.responses import read_items
 from nemo_rl.agents.endpoint.answers import before_stop
 from nemo_rl.agents.endpoint.calls import CallError, CallRequest
-from nemo_rl.agents.endpoint.forced_calls import read_calls
-from nemo_rl.agents.endpoint.request_body import names_a_key, parsed_body
+from nemo_rl.agents.endpoint.forms import read_calls
+from nemo_rl.agents.endpoint.server import names_a_key, parsed_body
 from nemo_rl.config import RewardPenaltyConfig
 from nemo_rl.config.schema.judges import LLMJudgeConfig
 from nemo_rl.data.messages.content import TextRules, content_text, texts_between
 from nemo_rl.data.messages.control_tokens import control_tokens_of
 from nemo_rl.data.messages.coverage import _divided
-from nemo_rl.environments.grading.boxed import grade_plain_number
 from nemo_rl.environments.grading.dapo import normalize_answer, verify_final_answer
+from nemo_rl.environments.grading.final_answer import grade_plain_number
 from nemo_rl.environments.grading.hf_math_verify import verify_math, verify_math_components
 from nemo_rl.environments.grading.multichoice import verify_english, verify_multilingual
-from nemo_rl.experience.penalties.rules import repeats
-from nemo_rl.experience.penalties.thinking import sampled_turns, thinking_reader
+from nemo_rl.experience.penalties import repeats
+from nemo_rl.experience.thinking import sampled_turns, thinking_reader
 from nemo_rl.kits.code.blocks import code_to_run, final_code, without_mark
 from nemo_rl.kits.code.jaccard import CodeJaccardEnvironment, jaccard_similarity
 from nemo_rl.kits.games.sliding_puzzle import SlidingPuzzleEnv
-from nemo_rl.kits.judges.interfaces import JudgeError
+from nemo_rl.kits.judges.questions import JudgeError
 from nemo_rl.kits.judges.verdicts import JudgePrompts, quotable_texts, read_reward
 from nemo_rl.kits.tools.calculator import calculator
-from nemo_rl.kits.tools.parsing.template import looks_like_a_call
-from nemo_rl.kits.tools.parsing.thinking import starts_of_answer, text_of_answer
 from nemo_rl.kits.tools.retriever import _query_of
+from nemo_rl.kits.tools.template import looks_like_a_call
+from nemo_rl.kits.tools.vllm import starts_of_answer, text_of_answer
 
 ROOT = Path(nemo_rl.__file__).parent
 ASSETS = Path(__file__).parents[1] / "assets"
@@ -94,11 +94,11 @@ JACCARD = CodeJaccardEnvironment({})
 READERS: dict[str, Reader] = {
     "math": Reader(lambda text: verify_math(text, "7"), MATH),
     "math, vote": Reader(normalize_answer),
-    "math, components": Reader(lambda text: verify_math_components(text, "7"), ("environments/grading/process.py",)),
+    "math, components": Reader(lambda text: verify_math_components(text, "7"), ("environments/grading/pool.py",)),
     "dapo": Reader(lambda text: verify_final_answer(text, "7"), ("environments/grading/dapo.py",)),
     "letters": Reader(lambda text: verify_english(text, "A"), ("environments/grading/multichoice.py",)),
     "letters of 15 languages": Reader(lambda text: verify_multilingual(text, "A")),
-    "plain number": Reader(lambda text: grade_plain_number(text, "7"), ("environments/grading/boxed.py",)),
+    "plain number": Reader(lambda text: grade_plain_number(text, "7"), ("environments/grading/final_answer.py",)),
     "program": Reader(final_code, ("kits/code/blocks.py",)),
     "code to run": Reader(code_to_run),
     "program without mark": Reader(without_mark),
@@ -110,16 +110,14 @@ READERS: dict[str, Reader] = {
     "judge's winner": Reader(lambda text: read_reward(JUDGES["pairwise"], text, quotable=[text])),
     "prompt of a judge": Reader(lambda text: JudgePrompts(JUDGES["absolute"]).of(chat(text), {"ground_truth": text})),
     "texts that a judge may quote": Reader(lambda text: quotable_texts(chat(text), {"ground_truth": text})),
-    "thinking": Reader(
-        lambda text: (starts_of_answer(text), text_of_answer(text)), ("kits/tools/parsing/thinking.py",)
-    ),
+    "thinking": Reader(lambda text: (starts_of_answer(text), text_of_answer(text)), ("kits/tools/vllm.py",)),
     "call of a tool": Reader(lambda text: looks_like_a_call(text, "<tool_call>", {"f": 1})),
     "call by its name": Reader(lambda text: looks_like_a_call(text, '{"name": "', {"f": 1, "g": 2})),
     "query": Reader(lambda text: _query_of({"role": "assistant", "content": text})),
     "answer of reasoning gym": Reader(lambda text: texts_between(text, "<answer>", "</answer>")),
     "move of a game": Reader(lambda text: played(PUZZLE, text)),
     "expression": Reader(calculator),
-    "repetitions": Reader(lambda text: repeats([text], text), ("experience/penalties/rules.py",)),
+    "repetitions": Reader(lambda text: repeats([text], text), ("experience/penalties.py",)),
     "thinking tags": Reader(
         lambda text: (
             [
@@ -136,10 +134,10 @@ READERS: dict[str, Reader] = {
         lambda text: read_items(
             Fields({"input": [{"type": "message", "id": text, "role": "assistant", "content": text}]})
         ),
-        ("agents/dialects/response_items.py",),
+        ("agents/dialects/responses.py",),
     ),
     "key in a body": Reader(
-        lambda text: names_a_key(text.encode(errors="replace"), {}), ("agents/endpoint/request_body.py",)
+        lambda text: names_a_key(text.encode(errors="replace"), {}), ("agents/endpoint/server.py",)
     ),
     "body": Reader(lambda text: parsed_body(text.encode(errors="replace"))),
     "control tokens": Reader(
@@ -298,12 +296,12 @@ NOT_OF_MODELS: dict[str, str] = {
     "data/effort_levels.py": "chat templates",
     "distributed/workers/logs.py": "stacks of this library",
     "distributed/workers/results.py": "reports of Ray",
-    "commands/doctor/gpus.py": "a file of torch",
+    "commands/doctor/machine.py": "a file of torch",
     "commands/doctor/versions.py": "versions of packages",
-    "environments/user_frames.py": "tracebacks",
-    "agents/nemo_gym/command.py": "values of a configuration",
+    "environments/user_errors.py": "tracebacks",
+    "agents/nemo_gym/servers.py": "values of a configuration",
     "agents/nemo_gym/servers.py": "the log of NeMo Gym's servers, of which a part of fixed length is read",
-    "kits/tools/schema.py": "docstrings of the user's functions",
+    "kits/tools/interfaces.py": "docstrings of the user's functions",
     "evals/prompts.py": "data sets of the user",
     "files/safe_load.py": "messages of torch",
     "models/dtensor/proof/small.py": "names of modules",
@@ -320,8 +318,8 @@ NOT_OF_MODELS: dict[str, str] = {
     "commands/regrade/stored_samples.py": "names of files",
     "commands/replay/folders.py": "names of files",
     "commands/report/page.py": "the page's own template",
-    "commands/report/sample_lines.py": "names of files",
-    "commands/size/machines.py": "names of machines",
+    "commands/report/samples.py": "names of files",
+    "commands/size/jobs.py": "names of machines",
     "utils/checkpoint.py": "names of folders",
     "utils/log_backends/prometheus.py": "names of metrics",
     "utils/logger.py": "names of folders",

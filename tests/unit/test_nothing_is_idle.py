@@ -153,8 +153,8 @@ def test_every_hook_is_called_by_the_library():
 def test_a_hook_without_a_caller_is_found():
     """Without any line that calls a hook of an environment, the test above fails."""
     calls = {
-        "open_episode": ("experience/samples.py", "commands/regrade/replay.py", "agents/programs/grading.py"),
-        "close_episode": ("experience/samples.py", "commands/regrade/replay.py", "agents/programs/grading.py"),
+        "open_episode": ("experience/samples.py", "commands/regrade/replay.py", "agents/programs/environment.py"),
+        "close_episode": ("experience/samples.py", "commands/regrade/replay.py", "agents/programs/environment.py"),
         "global_post_process_and_metrics": ("experience/post_processing.py", "kits/tools/grader.py"),
     }
     for name, files in calls.items():

@@ -38,8 +38,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nemo_rl.algorithms.credit.advantages import make_advantage_estimator
 from nemo_rl.algorithms.grpo import CreditAssignment
-from nemo_rl.algorithms.rollout.batches import build_training_batch, num_counted_samples
-from nemo_rl.algorithms.rollout.staleness import age_metrics
+from nemo_rl.algorithms.rollout.batches import age_metrics, build_training_batch, num_counted_samples
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig
 from nemo_rl.data.interfaces import Message
 from nemo_rl.data.packing import FixedSize

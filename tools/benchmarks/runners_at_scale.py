@@ -24,8 +24,7 @@ import torch
 from driver_at_scale import NUM_GENERATIONS, NUM_RANKS, PROMPT_TOKENS, ROOT, Answers, assign_credit, prompts
 from transformers import AutoTokenizer
 
-from nemo_rl.algorithms.rollout.batches import build_training_batch
-from nemo_rl.algorithms.rollout.staleness import age_metrics
+from nemo_rl.algorithms.rollout.batches import age_metrics, build_training_batch
 from nemo_rl.config import ClusterConfig
 from nemo_rl.data.messages.content import TextRules
 from nemo_rl.data.packing import FixedSize

@@ -16,11 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from nemo_rl.data.datasets.response_datasets import load_response_dataset
-from nemo_rl.kits.code.grading import Grader
-from nemo_rl.kits.code.tests import parse_tests
+from nemo_rl.kits.code.grading import Grader, parse_tests
 from nemo_rl.sandbox import Limits, Program, Sandbox, why_unavailable
-from nemo_rl.sandbox.languages import python
 from nemo_rl.sandbox.mechanisms import IN_ORDER
+from nemo_rl.sandbox.program import python
 
 _PROGRAM = "print(sum(range(1000)))"
 _CALLS = "def add(a, b): return a + b"

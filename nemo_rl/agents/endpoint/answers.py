@@ -6,17 +6,20 @@ Invariant: parsers see the text with its special tokens, programs see it without
 import asyncio
 import hashlib
 import json
+import logging
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_rl.agents.endpoint.calls import AnsweredToolCall, CallRequest
-from nemo_rl.agents.endpoint.forced_calls import read_calls
+from nemo_rl.agents.endpoint.calls import AnsweredToolCall, CallError, CallRequest
+from nemo_rl.agents.endpoint.forms import read_calls
 from nemo_rl.data.interfaces import TokenizerType
-from nemo_rl.kits.tools.parsing.template import choose_parser, response_text
-from nemo_rl.kits.tools.parsing.vllm import CallParser, ReasoningReader, load_parsers
+from nemo_rl.kits.tools.template import choose_parser, response_text
+from nemo_rl.kits.tools.vllm import CallParser, ReasoningReader, load_parsers
+from nemo_rl.models.generation.remote.chats import ChatAnswer, ChatInput
 from nemo_rl.models.generation.texts import sampled_text
+from nemo_rl.utils.errors import NoAnswerError
 
 ID_LENGTH = 9
 """Length of ids, which some chat templates demand of tool calls."""
@@ -159,3 +162,54 @@ def short_id(*parts: str | int) -> str:
         number, digit = divmod(number, len(_DIGITS))
         digits.append(_DIGITS[digit])
     return "".join(digits)
+
+
+logger = logging.getLogger(__name__)
+
+
+def forwarded(request: CallRequest) -> ChatInput:
+    """Return a request as a conversation for the server.
+
+    Raises:
+        CallError: it needs the tokens of the model, which only the server has.
+    """
+    asked = (
+        ("prompt", request.prompt is not None, "Send messages to /v1/chat/completions."),
+        ("continue_final_message", request.continues_last, "Let the last message be one of another role."),
+        ("logprobs", request.reads_token_texts, "Leave it out."),
+    )
+    for parameter, is_asked, advice in asked:
+        if is_asked:
+            raise CallError(
+                400,
+                f"{parameter} needs the tokens of the model, but this run evaluates a model of another server "
+                f"(generation.endpoint), which is asked with messages. {advice}",
+                "unsupported_parameter",
+                parameter,
+            )
+    return ChatInput(
+        [{**message, "content": message.get("content") or ""} for message in request.messages],
+        request.tools,
+        request.template_kwargs,
+        may_call=request.reads_tool_calls,
+        forced_tool=request.forced_tool,
+        calls_once=request.calls_once,
+    )
+
+
+def read_forwarded(answer: ChatAnswer, request: CallRequest) -> ReadAnswer:
+    """Return the parts of an answer of the server."""
+    content, stop = before_stop(answer.content + (answer.stop_string or ""), request.stop)
+    calls = [AnsweredToolCall(call.id, call.name, call.arguments) for call in answer.tool_calls]
+    return ReadAnswer(content, answer.reasoning, calls, stop)
+
+
+def refusal(error: NoAnswerError) -> CallError:
+    """Return what a program gets in place of an answer, without the words of the error, which hold the address."""
+    logger.info("A call of a program has no answer: %s", error)
+    if error.is_too_long:
+        message = "The messages do not fit into the context length of the model."
+        return CallError(400, message, "context_length_exceeded", "messages")
+    if error.is_refused:
+        return CallError(400, "The server of the model refuses this request; it would again.", "invalid_request")
+    return CallError(502, "The server of the model gave no answer, after all attempts.", "no_answer")

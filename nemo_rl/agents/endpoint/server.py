@@ -12,11 +12,12 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import re
 import secrets
 import socket
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,16 +28,71 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from nemo_rl.agents.dialects.chat_completions import ChatCompletions
+from nemo_rl.agents.dialects.completions import Completions
 from nemo_rl.agents.dialects.interface import Dialect, Event
-from nemo_rl.agents.dialects.registry import DIALECT_BY_PATH, DIALECTS
+from nemo_rl.agents.dialects.messages import Messages
+from nemo_rl.agents.dialects.responses import Responses
 from nemo_rl.agents.endpoint.calls import CallError, CallRequest
 from nemo_rl.agents.endpoint.exchanges import ClientGoneError
-from nemo_rl.agents.endpoint.request_body import key_in, names_a_key, new_key, parsed_body
 from nemo_rl.agents.endpoint.session import AgentSession
-from nemo_rl.agents.programs.interfaces import START_SIGN, is_start
+from nemo_rl.agents.programs.interfaces import KEY_FIELD, START_SIGN, is_start
 from nemo_rl.config.schema.agents import AgentEndpointConfig
 from nemo_rl.host.guarded_http import MOST_OF_ONE, ConnectionGuard
 from nemo_rl.utils.addresses import http_address, listener_of
+
+_KEY_BYTES = 32
+_KEY = re.compile(rb"sk-[A-Za-z0-9_-]{43}")
+
+
+def new_key() -> str:
+    """Return a new key."""
+    return f"sk-{secrets.token_urlsafe(_KEY_BYTES)}"
+
+
+def parsed_body(raw: bytes) -> dict[str, Any]:
+    """Return the body of a request, with the fields of its `metadata.extra_body`.
+
+    Raises:
+        CallError: it is no JSON object.
+    """
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise CallError(400, f"The body is no valid JSON: {error}.", "invalid_json") from error
+    if not isinstance(body, dict):
+        raise CallError(400, f"The body is a {type(body).__name__}; it must be a JSON object.", "invalid_json")
+    return {**_extra_body(body), **body}
+
+
+def names_a_key(raw: bytes | bytearray, keys: Container[str]) -> bool:
+    """Return whether one of some keys is written in a body, which is not parsed for that."""
+    return any(found.decode() in keys for found in _KEY.findall(raw))
+
+
+def key_in(body: Mapping[str, Any]) -> str:
+    """Return the key in a body; an empty text without one."""
+    key = body.get(KEY_FIELD)
+    return key if isinstance(key, str) else ""
+
+
+def _extra_body(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `metadata.extra_body`; none where it is something else, because metadata is free."""
+    metadata = body.get("metadata")
+    text = metadata.get("extra_body") if isinstance(metadata, dict) else None
+    if not isinstance(text, str):
+        return {}
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), Completions(), Responses(), Messages())
+
+DIALECT_BY_PATH: Mapping[str, Dialect] = {dialect.path: dialect for dialect in DIALECTS}
+"""For each path below the endpoint's address, for example `/v1/messages`, its dialect."""
 
 MODEL = "policy"
 """Name of the model; requests may name any other."""

@@ -15,7 +15,7 @@ __getattr__ = public_names(
         "NemoGym": "nemo_rl.agents.nemo_gym.environment",
         "NemoGymConfig": "nemo_rl.config.schema.agents",
         "DEFAULT_INVALID_TOOL_CALL_PATTERNS": "nemo_rl.config.schema.agents",
-        "should_use_nemo_gym": "nemo_rl.agents.nemo_gym.command",
-        "extract_reward_components": "nemo_rl.agents.nemo_gym.results",
+        "should_use_nemo_gym": "nemo_rl.agents.nemo_gym.servers",
+        "extract_reward_components": "nemo_rl.agents.nemo_gym.environment",
     },
 )

@@ -1,15 +1,168 @@
-"""The environment `nemo_gym`, whose programs are rollouts of NeMo Gym's agents."""
+"""The environment `nemo_gym`, whose programs are rollouts of NeMo Gym's agents.
 
-from collections.abc import Mapping
+An agent plays a sample, and returns its row with `response`, `reward` and numbers of the verifier.
+"""
+
+import asyncio
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from nemo_rl.agents.nemo_gym.command import find_program
-from nemo_rl.agents.nemo_gym.program import GymProgram
+from nemo_rl.agents.nemo_gym.servers import GymServers, find_program
 from nemo_rl.agents.programs.environment import ProgramEnvironment, check_parsers
-from nemo_rl.config.schema.agents import NemoGymConfig
+from nemo_rl.agents.programs.interfaces import (
+    KEY_FIELD,
+    AgentError,
+    AgentProgram,
+    AgentResult,
+    AgentTask,
+    finite_number,
+    too_slow,
+)
+from nemo_rl.agents.programs.service import TaskPoster, shown
+from nemo_rl.config.schema.agents import RESULTS_FILE, NemoGymConfig
+from nemo_rl.data.processors import GYM_ROW
 
 if TYPE_CHECKING:
     from nemo_rl.data.interfaces import TokenizerType
+
+_COMPONENTS = "reward_components"
+
+
+def read_rollout(result: Any, row: Mapping[str, Any]) -> AgentResult:
+    """Read the result of a rollout.
+
+    Args:
+        result: the value that the agent returned.
+        row: the row that it was given; its own numbers are no metrics.
+
+    Raises:
+        ValueError: it is no object, or has no finite reward.
+    """
+    if not isinstance(result, Mapping):
+        raise ValueError(f"it is a {type(result).__name__}, not an object")
+    if result.get("reward") is None:
+        raise ValueError("it has no reward")
+    texts = list(_texts(result.get("response")))
+    components = extract_reward_components(result) or {}
+    return AgentResult(
+        reward=finite_number(result["reward"], "reward"),
+        answer=texts[-1] if texts else None,
+        metrics={**_numbers(result, row), **{f"{_COMPONENTS}/{name}": value for name, value in components.items()}},
+    )
+
+
+def extract_reward_components(nemo_gym_result: Mapping[str, Any]) -> dict[str, float] | None:
+    """Return the components of a result's reward by name; None if it has none.
+
+    Raises:
+        ValueError: they are no mapping of names to finite numbers.
+    """
+    given = nemo_gym_result.get(_COMPONENTS)
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise ValueError(f"it has {_COMPONENTS} of type {type(given).__name__}, not a mapping of names to numbers")
+    return {str(name): finite_number(value, f"{_COMPONENTS}.{name}") for name, value in given.items()}
+
+
+def _numbers(result: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite numbers of the verifier, without those of the row."""
+    return {
+        str(name): float(value)
+        for name, value in result.items()
+        if name not in row and name != "reward" and isinstance(value, int | float) and math.isfinite(value)
+    }
+
+
+def _texts(response: Any) -> Iterator[str]:
+    """Yield the texts of the answers in a response of the Responses API."""
+    items = response.get("output") if isinstance(response, Mapping) else None
+    for item in items if isinstance(items, list) else ():
+        if isinstance(item, Mapping) and item.get("type") == "message" and item.get("role", "assistant") == "assistant":
+            parts = item.get("content")
+            for part in parts if isinstance(parts, list) else ():
+                if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+                    yield part["text"]
+
+
+_LARGEST_RESULT = 2**26
+
+
+class GymProgram(AgentProgram):
+    """Rollouts of NeMo Gym.
+
+    Args:
+        section: the section `env.nemo_gym`.
+
+    Raises:
+        ConfigError: the program that starts the servers does not exist here.
+    """
+
+    def __init__(self, section: NemoGymConfig) -> None:
+        self._servers = GymServers(section)
+        self._poster = TaskPoster(_LARGEST_RESULT)
+        self._flag = section.flag_field if section.should_mask_flagged_samples else None
+        self._log = Path(section.log_dir, RESULTS_FILE) if section.logs_results else None
+
+    async def run(self, task: AgentTask) -> AgentResult:
+        """See `AgentProgram.run`; the first rollout starts the servers, which does not count against its deadline."""
+        row = task.row.get(GYM_ROW)
+        if row is None:
+            raise AgentError("the row is none of NeMo Gym; use dataset_name: NemoGymDataset")
+        agent = row["agent_ref"]["name"]
+        url = f"{await self._servers.agent_url(agent, task.base_url, task.model)}/run"
+        try:
+            async with asyncio.timeout(task.timeout_s):
+                content = await self._poster.post(task, url, _body(row, task.api_key))
+        except TimeoutError:
+            raise too_slow(task, "env.nemo_gym.timeout_s") from None
+        return await self._read(task, row, content)
+
+    async def shutdown(self) -> None:
+        """End the servers that were started here."""
+        await self._servers.close()
+        await self._poster.close()
+
+    async def _read(self, task: AgentTask, row: Mapping[str, Any], content: bytes) -> AgentResult:
+        # Only the key is taken out of the text: what else the servers repeat is the row's own.
+        text = task.without_key(content.decode(errors="replace"))
+        try:
+            result = json.loads(text)
+            read = read_rollout(result, row)
+        except (ValueError, RecursionError) as error:
+            raise AgentError(f"the agent sent no result: {error}: {shown(task, content)}") from None
+        if self._log is not None:
+            await asyncio.to_thread(_append, self._log, json.dumps(result))
+        if self._flag is not None and result.get(self._flag) is True:
+            raise AgentError(f"NeMo Gym marked the sample as one that shall not train the model ({self._flag})")
+        return read
+
+
+def _body(row: Mapping[str, Any], key: str) -> bytes:
+    """Return the request for a rollout: the row, with the sample's key among the fields that requests get.
+
+    Raises:
+        AgentError: `metadata.extra_body` of the row is no JSON text of an object.
+    """
+    parameters = row["responses_create_params"]
+    metadata = parameters.get("metadata") or {}
+    try:
+        extra = json.loads(metadata.get("extra_body") or "{}")
+        if not isinstance(extra, dict):
+            raise TypeError(f"it is a {type(extra).__name__}")
+    except (ValueError, TypeError, AttributeError) as error:
+        raise AgentError(f"responses_create_params.metadata.extra_body is no JSON text of an object: {error}") from None
+    metadata = {**metadata, "extra_body": json.dumps({**extra, KEY_FIELD: key})}
+    return json.dumps({**row, "responses_create_params": {**parameters, "metadata": metadata}}).encode()
+
+
+def _append(path: Path, line: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(f"{line}\n")
 
 
 class NemoGym(ProgramEnvironment):

@@ -10,8 +10,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, override
 
-from nemo_rl.agents.programs.interfaces import AgentError, AgentProgram, AgentTask, too_slow
-from nemo_rl.agents.programs.results import AgentResult, read_result
+from nemo_rl.agents.programs.interfaces import AgentError, AgentProgram, AgentResult, AgentTask, read_result, too_slow
 from nemo_rl.environments.user_errors import describe, raise_if_cancelled
 from nemo_rl.host.background import in_background
 from nemo_rl.utils.errors import ConfigError

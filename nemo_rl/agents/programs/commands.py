@@ -8,22 +8,65 @@ and removes the files even where this process dies, and `remains` finds the proc
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
 import shutil
+import signal
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import override
 
-from nemo_rl.agents.programs.interfaces import AgentError, AgentProgram, AgentTask, too_slow
-from nemo_rl.agents.programs.remains import end_processes
-from nemo_rl.agents.programs.results import AgentResult, read_result
+from nemo_rl.agents.programs.interfaces import AgentError, AgentProgram, AgentResult, AgentTask, read_result, too_slow
+from nemo_rl.host.processes import descendants
 from nemo_rl.sandbox.scratch import read_files, remove
 from nemo_rl.utils.errors import ConfigError
+
+_AGAIN_S = 0.01
+
+
+def end_processes(guard: int | None, folder: str, deadline_s: float) -> bool:
+    """Kill a guard with what is below it, and the processes of a folder; blocks until there are none.
+
+    Args:
+        guard: process id of the guard; None if it has ended.
+        folder: path of a folder that belongs to one command.
+        deadline_s: seconds after which it gives up.
+
+    Returns:
+        Whether all have ended.
+    """
+    deadline = time.monotonic() + deadline_s
+    while time.monotonic() < deadline:
+        below = [] if guard is None else descendants(guard)
+        found = {*below, *_processes_of(folder)} - {guard, os.getpid()}
+        if guard is not None:  # before the others: the command's end has no meaning any more
+            found.add(guard)
+            guard = None
+        elif not found:
+            return True
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_AGAIN_S)
+    return False
+
+
+def _processes_of(folder: str) -> list[int]:
+    """Return the processes with a folder among their variables or as their current folder, without zombies."""
+    found = []
+    for entry in os.listdir("/proc"):
+        with contextlib.suppress(OSError, ValueError):  # it has ended, or is no process, or belongs to another user
+            place = Path("/proc", str(int(entry)))
+            if folder.encode() in (place / "environ").read_bytes() or os.readlink(place / "cwd").startswith(folder):
+                found.append(int(entry))
+    return found
+
 
 logger = logging.getLogger(__name__)
 

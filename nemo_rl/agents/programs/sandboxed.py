@@ -23,8 +23,7 @@ from nemo_rl.agents.programs.commands import (
     variables_of,
     wrote_too_much,
 )
-from nemo_rl.agents.programs.interfaces import AgentError, AgentProgram, AgentTask, too_slow
-from nemo_rl.agents.programs.results import AgentResult
+from nemo_rl.agents.programs.interfaces import AgentError, AgentProgram, AgentResult, AgentTask, too_slow
 from nemo_rl.config.schema.agents import AgentEnvironmentConfig
 from nemo_rl.kits.code.interpreter import limits_of
 from nemo_rl.sandbox import End, Outcome, Program, Sandbox, why_unavailable

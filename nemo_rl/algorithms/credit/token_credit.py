@@ -1,32 +1,221 @@
-"""Turn the rewards of samples and the values of a critic into advantages and returns of tokens.
+"""Advantages and returns of tokens, from the rewards of samples and the values of a critic: the credit of PPO.
 
-    rewards of turns ─► reward of each token ──► advantages of the policy, lambda_policy ─► whitened
-    of a sample         (last one of each turn;  returns of the critic, lambda_value: advantage + value
-                         minus KL)
-
-What scaling, shaping and penalties change of a sample's reward is at its last token, so that the rewards of its tokens
-always sum to its own. The value of a state is a number at the token that follows it: position t holds the value before
-token t. Invariant: a sample that the loss leaves out has advantages and returns of 0 and enters no statistic.
-
-Legend: `R` rows, `B` samples, `T` tokens, `N` tokens that count of the sample with most, `M` turns of the sample with
-most.
+Generalised advantage estimation (arXiv 1506.02438) is a pure function of rewards and values.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_rl.algorithms.credit.gae import CountedTokens
-from nemo_rl.algorithms.credit.group_statistics import spread
+from nemo_rl.algorithms.credit.group_statistics import sample_std_with_floor, spread, whiten
 from nemo_rl.algorithms.credit.joined_rows import JoinedRows
 from nemo_rl.algorithms.credit.reward_shaping import slope, training_rewards
-from nemo_rl.algorithms.credit.token_estimators import TOKEN_ESTIMATORS
 from nemo_rl.algorithms.credit.turns import last_token_of_turns, padded
 from nemo_rl.algorithms.runtime.run import StepBatch
-from nemo_rl.config import ClippedPGLossConfig, PPOConfig
+from nemo_rl.config import ClippedPGLossConfig, PPOAdvantageConfig, PPOConfig
 from nemo_rl.experience.trajectory import Trajectory, is_right
+from nemo_rl.losses.kl import kl_penalty
 from nemo_rl.losses.reductions import masked_mean, masked_var, safe_divide
+
+
+@dataclass(frozen=True)
+class CountedTokens:
+    """The tokens of samples that count, moved to the left."""
+
+    shape: tuple[int, int]
+    """`B`, `T`."""
+    order_BN: Tensor
+    """Place in the row of each of them."""
+    exists_BN: Tensor
+    """False after the last one of a sample."""
+
+    @classmethod
+    def of(cls, mask_BT: Tensor) -> Self:
+        """Find the tokens whose mask is not 0."""
+        counted_BT = mask_BT != 0
+        most = int(counted_BT.sum(1).max()) if counted_BT.numel() else 0
+        order_BN = counted_BT.int().argsort(dim=1, descending=True, stable=True)[:, :most]
+        return cls((mask_BT.shape[0], mask_BT.shape[1]), order_BN, counted_BT.gather(1, order_BN))
+
+    @property
+    def lengths_B(self) -> Tensor:
+        """The number of tokens of each sample, int64."""
+        return self.exists_BN.sum(1)
+
+    @property
+    def is_last_BN(self) -> Tensor:
+        """True on the last token of each sample."""
+        after_BN = torch.nn.functional.pad(self.exists_BN[:, 1:], (0, 1), value=False)
+        return self.exists_BN & ~after_BN
+
+    def take(self, values_BT: Tensor) -> Tensor:
+        """Return values of tokens of rows as `[B, N]` float64, 0 after the last token."""
+        return torch.where(self.exists_BN, values_BT.gather(1, self.order_BN).double(), 0.0)
+
+    def put(self, values_BN: Tensor) -> Tensor:
+        """Return values of these tokens at their places in the rows, `[B, T]`, 0 elsewhere."""
+        kept_BN = torch.where(self.exists_BN, values_BN, 0.0)
+        return kept_BN.new_zeros(self.shape).scatter_(1, self.order_BN, kept_BN)
+
+
+def gae(
+    tokens: CountedTokens, rewards_BN: Tensor, values_BN: Tensor, *, after_B: Tensor, gamma: float, lambda_B: Tensor
+) -> Tensor:
+    """Return the advantage of each token, `[B, N]` float64.
+
+    Args:
+        tokens: which of the N tokens a sample has.
+        rewards_BN: reward of each token, from `tokens.take`.
+        values_BN: value of the state before each token, from `tokens.take`.
+        after_B: value of the state after the last token of each sample; 0 for a finished answer.
+        gamma: discount for each token.
+        lambda_B: lambda of each sample.
+
+    Example:
+        >>> tokens = CountedTokens.of(torch.ones(1, 2))
+        >>> rewards, values = torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.5]])
+        >>> gae(tokens, rewards, values, after_B=torch.zeros(1), gamma=1.0, lambda_B=torch.tensor([0.5]))
+        tensor([[0.2500, 0.5000]], dtype=torch.float64)
+    """
+    next_BN = torch.nn.functional.pad(values_BN[:, 1:].double(), (0, 1))
+    next_BN = torch.where(tokens.is_last_BN, after_B.double()[:, None], next_BN)
+    # A loop over tokens; numpy, because each of its operations on a few numbers is several times faster than torch's.
+    deltas_NB = np.ascontiguousarray((rewards_BN.double() + gamma * next_BN - values_BN.double()).T.numpy())
+    decay_B, sums_B = gamma * lambda_B.double().numpy(), np.zeros(deltas_NB.shape[1])
+    for token in reversed(range(len(deltas_NB))):
+        sums_B = deltas_NB[token] + decay_B * sums_B
+        deltas_NB[token] = sums_B
+    return torch.from_numpy(deltas_NB).T
+
+
+def length_adaptive_lambda(lengths_B: Tensor, alpha: float) -> Tensor:
+    """Return `1 - 1 / (alpha * length)` of each sample, at least 0: VAPO, arXiv 2504.05118, section 4.1.
+
+    Example:
+        >>> length_adaptive_lambda(torch.tensor([100, 10]), 0.05)
+        tensor([0.8000, 0.0000], dtype=torch.float64)
+    """
+    return (1 - 1 / (alpha * lengths_B.double().clamp(min=1))).clamp(min=0)
+
+
+class GeneralizedAdvantageEstimator:
+    """Advantages with the policy's lambda, and returns with the critic's.
+
+    Args:
+        estimator_config: the section `ppo.adv_estimator`; a dict is checked and filled in.
+        loss_config: the section `loss_fn`, for a KL penalty in the reward; a dict is checked and filled in.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    needs_values = True
+    """Whether the advantages depend on the values."""
+
+    def __init__(
+        self,
+        estimator_config: PPOAdvantageConfig | Mapping[str, Any],
+        loss_config: ClippedPGLossConfig | Mapping[str, Any],
+    ) -> None:
+        self._config = PPOAdvantageConfig.of(estimator_config)
+        self._loss_config = ClippedPGLossConfig.of(loss_config)
+        self.needs_logprobs = self._loss_config.use_kl_in_reward and self._loss_config.reference_policy_kl_penalty != 0
+        """Whether the reward of a token contains a KL penalty."""
+
+    def compute_advantage(
+        self,
+        prompt_ids: Tensor | None,
+        rewards: Tensor,
+        mask: Tensor,
+        values: Tensor | None = None,
+        reference_logprobs: Tensor | None = None,
+        logprobs: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """Return the advantage of each token, `[B, T]` float32, for rewards at the ends of finished answers.
+
+        Args:
+            prompt_ids: not used; other estimators compare the answers to a prompt.
+            rewards: `[B]`, of the samples.
+            mask: `[B, T]`, non-zero on tokens that count.
+            values: `[B, T]`, of the state before each token; only `needs_values` needs them.
+            reference_logprobs: `[B, T]`, of the reference policy; for a KL penalty in the reward.
+            logprobs: `[B, T]`, of the policy; for a KL penalty in the reward.
+
+        Raises:
+            ValueError: values or log-probabilities that are needed are missing.
+        """
+        tokens = CountedTokens.of(mask)
+        rewards_BN = torch.where(tokens.is_last_BN, rewards.double()[:, None], 0.0)
+        if self.needs_logprobs:
+            if logprobs is None or reference_logprobs is None:
+                raise ValueError("loss_fn.use_kl_in_reward=true needs logprobs [B, T] and reference_logprobs [B, T].")
+            rewards_BN = rewards_BN - self.kl_penalty(tokens, logprobs, reference_logprobs)
+        if values is None and self.needs_values:
+            raise ValueError(f"{type(self).__name__} needs values [B, T], those of the states before the tokens.")
+        values_BN = torch.zeros_like(rewards_BN) if values is None else tokens.take(values)
+        advantages_BN = self.estimate(tokens, rewards_BN, values_BN, torch.zeros(len(rewards)))[0]
+        return tokens.put(advantages_BN).float()
+
+    def kl_penalty(self, tokens: CountedTokens, policy_BT: Tensor, reference_BT: Tensor) -> Tensor:
+        """Return what the distance from the reference policy takes off the reward of each token, `[B, N]`."""
+        policy_BN, reference_BN = tokens.take(policy_BT), tokens.take(reference_BT)
+        return kl_penalty(policy_BN, reference_BN, tokens.exists_BN, self._loss_config)
+
+    def estimate(
+        self, tokens: CountedTokens, rewards_BN: Tensor, values_BN: Tensor, after_B: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return advantages of the policy and returns of the critic, `[B, N]` float64 each.
+
+        Args:
+            tokens: the tokens of the samples.
+            rewards_BN: the reward of each token.
+            values_BN: the value of the state before each token.
+            after_B: the value of the state after the last token of each sample.
+        """
+        config = self._config
+        lambda_value = config.gae_lambda if config.gae_lambda_value is None else config.gae_lambda_value
+        returns_BN = self._gae(tokens, rewards_BN, values_BN, after_B, _each(tokens, lambda_value)) + values_BN
+        states_BN = values_BN if self.needs_values else torch.zeros_like(values_BN)
+        advantages_BN = self._gae(tokens, rewards_BN, states_BN, after_B, self._policy_lambda(tokens))
+        if config.normalize_advantages:
+            advantages_BN = whiten(advantages_BN, tokens.exists_BN, sample_std_with_floor)
+        return advantages_BN, returns_BN
+
+    def _policy_lambda(self, tokens: CountedTokens) -> Tensor:
+        """Return lambda of the policy's advantages, `[B]`."""
+        config = self._config
+        if config.length_adaptive_alpha:
+            return length_adaptive_lambda(tokens.lengths_B, config.length_adaptive_alpha)
+        return _each(tokens, config.gae_lambda if config.gae_lambda_policy is None else config.gae_lambda_policy)
+
+    def _gae(
+        self, tokens: CountedTokens, rewards_BN: Tensor, states_BN: Tensor, after_B: Tensor, lambda_B: Tensor
+    ) -> Tensor:
+        gamma = self._config.gae_gamma
+        return gae(tokens, rewards_BN, states_BN, after_B=after_B, gamma=gamma, lambda_B=lambda_B)
+
+
+class RawRewardAdvantageEstimator(GeneralizedAdvantageEstimator):
+    """Advantages that are discounted sums of rewards: those of values of 0 with lambda 1."""
+
+    needs_values = False
+
+    def _policy_lambda(self, tokens: CountedTokens) -> Tensor:
+        return _each(tokens, 1.0)
+
+
+TOKEN_ESTIMATORS = {"gae": GeneralizedAdvantageEstimator, "raw_reward": RawRewardAdvantageEstimator}
+"""The estimators that `ppo.adv_estimator.name` names."""
+
+
+def _each(tokens: CountedTokens, value: float) -> Tensor:
+    """Return the same number for each sample, `[B]` float64."""
+    return torch.full((len(tokens.lengths_B),), value, dtype=torch.float64)
 
 
 class TokenCredit:

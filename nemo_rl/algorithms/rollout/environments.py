@@ -12,8 +12,7 @@ from nemo_rl.data.interfaces import TokenizerType
 from nemo_rl.environments.registry import check_environment, env_class_path
 from nemo_rl.environments.user_environments import environment_of, start_environment
 from nemo_rl.environments.workers.client import EnvironmentClient
-from nemo_rl.environments.workers.keys import section_of, worker_keys
-from nemo_rl.environments.workers.loading import load_env_class
+from nemo_rl.environments.workers.loading import load_env_class, section_of, worker_keys
 from nemo_rl.environments.workers.start import Environment
 from nemo_rl.utils.errors import ConfigError
 

@@ -12,7 +12,7 @@ from nemo_rl.environments.registry import env_class_path
 from nemo_rl.environments.workers.loading import import_path
 from nemo_rl.environments.workers.start import Environment
 from nemo_rl.experience.event_loop import EventLoopThread
-from nemo_rl.experience.penalties.review import ReviewSettings
+from nemo_rl.experience.penalties import ReviewSettings
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutRunner
 from nemo_rl.experience.runners.actor import RunnerSettings
 from nemo_rl.experience.runners.client import RemoteRunner

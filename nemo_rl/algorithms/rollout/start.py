@@ -23,27 +23,25 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.algorithms.rollout.batches import RolloutBatches, build_training_batch
+from nemo_rl.algorithms.rollout.batches import RolloutBatches, StoredVersion, build_training_batch
 from nemo_rl.algorithms.rollout.environments import check_environments, start_environments, try_own_environments
 from nemo_rl.algorithms.rollout.refit import Engines, Refitter
 from nemo_rl.algorithms.rollout.runners import check_runners, make_runner
 from nemo_rl.algorithms.rollout.source import FreshRollouts, RolloutSource
-from nemo_rl.algorithms.rollout.staleness import StoredVersion
 from nemo_rl.algorithms.rollout.sync_setup import make_probe, make_refitter
 from nemo_rl.algorithms.rollout.validation import ValidationReport, Validator, make_validation
 from nemo_rl.algorithms.runtime.device_sharing import saved_models, share_memory
-from nemo_rl.algorithms.runtime.engine_load import engine_load
 from nemo_rl.algorithms.runtime.recovery import Connection, Recovery
 from nemo_rl.algorithms.runtime.run import Run, Stage, Trainer
 from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
 from nemo_rl.algorithms.runtime.step_record import StepRecorder
-from nemo_rl.algorithms.runtime.throughput import Throughput
+from nemo_rl.algorithms.runtime.throughput import Throughput, engine_load
 from nemo_rl.algorithms.runtime.validations import Validation
-from nemo_rl.algorithms.setup.memory_check import log_memory, memory_of_a_rank
-from nemo_rl.algorithms.setup.placement import place_models
+from nemo_rl.algorithms.setup.memory_forecast import log_memory, memory_of_a_rank
 from nemo_rl.algorithms.setup.preflight import check_added_models
 from nemo_rl.algorithms.setup.roles import (
     allowed_restarts,
+    place_models,
     replace_ranks,
     reserve,
     start_models,
@@ -63,7 +61,7 @@ from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.environments.workers.start import Environment
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.idle_shares import IdleShares
-from nemo_rl.experience.penalties.review import ReviewSettings
+from nemo_rl.experience.penalties import ReviewSettings
 from nemo_rl.experience.rollouts import RolloutRunner
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.experience.trajectory_log import TrajectoryLog

@@ -12,7 +12,7 @@ from typing import Any, Self, cast
 import torch
 
 from nemo_rl.algorithms.setup.packages import check_training_packages
-from nemo_rl.algorithms.setup.placement import make_clusters
+from nemo_rl.algorithms.setup.roles import make_clusters
 from nemo_rl.config import ClusterConfig, PolicyConfig, count_gpus, find_path, plan_topology
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict

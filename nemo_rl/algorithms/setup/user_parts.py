@@ -21,8 +21,7 @@ from nemo_rl.data.datasets.setup import RunData
 from nemo_rl.data.datasets.user_data import given_data
 from nemo_rl.data.tokenizer import ensure_pad_token, get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.user_errors import describe
-from nemo_rl.environments.user_frames import USER_MISTAKES, user_lines
+from nemo_rl.environments.user_errors import USER_MISTAKES, describe, user_lines
 from nemo_rl.losses.loss_function import LOSSES
 from nemo_rl.utils.errors import ConfigError, did_you_mean
 

@@ -5,7 +5,7 @@ as in `rollout.start`: all checks first, then Ray and the policy's ranks, then t
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from functools import partial
@@ -20,14 +20,19 @@ from nemo_rl.algorithms.runtime.run import Phase, Run, Stage, StepBatch
 from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
 from nemo_rl.algorithms.runtime.throughput import Throughput
 from nemo_rl.algorithms.runtime.validations import InTurn
-from nemo_rl.algorithms.setup.memory_check import log_memory, memory_of_a_rank
-from nemo_rl.algorithms.setup.placement import place_models
+from nemo_rl.algorithms.setup.memory_forecast import log_memory, memory_of_a_rank
 from nemo_rl.algorithms.setup.preflight import check_added_models
-from nemo_rl.algorithms.setup.roles import allowed_restarts, replace_ranks, reserve, start_models, start_role
+from nemo_rl.algorithms.setup.roles import (
+    allowed_restarts,
+    place_models,
+    replace_ranks,
+    reserve,
+    start_models,
+    start_role,
+)
 from nemo_rl.algorithms.setup.run_folders import RunFolders, open_folders
 from nemo_rl.algorithms.setup.start_budget import StartBudget
 from nemo_rl.algorithms.setup.user_parts import UserParts
-from nemo_rl.algorithms.supervised.validation import LossValidator, SeparateValidations, Validate
 from nemo_rl.config import DPOConfig, Role, SupervisedMasterConfig, public_values
 from nemo_rl.data.collate_fn import preference_collate_fn
 from nemo_rl.data.datasets.processed_dataset import MixedDataset
@@ -40,8 +45,68 @@ from nemo_rl.distributed.cluster.machine_monitor import monitored
 from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.losses.loss_function import LossFunction
 from nemo_rl.models.downloads import download_models
+from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.models.policy.metrics import join_updates
 from nemo_rl.utils.logger import Logger
+
+type Batch = BatchedDataDict[Any]
+type Validate = Callable[[int], dict[str, float]]
+"""Step -> metrics of a validation."""
+
+
+@dataclass(frozen=True)
+class LossValidator:
+    """Computes a loss on held-out data."""
+
+    batches: Iterable[Batch]
+    """Validation batches, iterated again for each validation."""
+    stages: Sequence[Stage]
+    """As in training."""
+    policy: PolicyInterface
+    memory: MemorySharing
+    """Gives the stages and the policy their devices, where several models share them."""
+    loss_fn: LossFunction
+    micro_batch_rows: int | None = None
+    """Rows of one pass of a rank; None forms passes as in training."""
+    names: tuple[tuple[str, str], ...] | None = None
+    """Names in the report by the names of the loss's metrics; None reports all."""
+
+    def __call__(self, step: int) -> dict[str, float]:
+        """Return metrics of the whole validation; counts are summed, other metrics are averaged by these counts."""
+        batches = []
+        for batch in self.batches:
+            prepared = StepBatch(batch)
+            for stage in self.stages:
+                self.memory.hand_to(stage.roles)
+                stage.apply(prepared)
+            self.memory.hand_to(("policy",))
+            result = self.policy.train(
+                prepared.tensors, self.loss_fn, eval_mode=True, gbs=batch.size, mbs=self.micro_batch_rows
+            )
+            batches.append(result["metrics"])
+        metrics = join_updates(batches, self.loss_fn)
+        if self.names is None:
+            return metrics
+        return {reported: metrics[name] for name, reported in self.names}
+
+
+@dataclass(frozen=True)
+class SeparateValidations:
+    """Validates on several data sets separately."""
+
+    whole: Validate | None
+    """Validates on the rows without a name; None if there are none."""
+    named: Mapping[str, Validate]
+    """Validates on the rows of a name; their metric `m` is reported as `validation-<name>/m`."""
+
+    def __call__(self, step: int) -> dict[str, float]:
+        """Return the metrics of all data sets."""
+        metrics = {} if self.whole is None else self.whole(step)
+        for name, validate in self.named.items():
+            metrics |= {f"validation-{name}/{metric}": value for metric, value in validate(step).items()}
+        return metrics
+
 
 logger = logging.getLogger(__name__)
 

@@ -13,15 +13,23 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from nemo_rl.commands.conformance.case import Case, ContractError, NotOffered, load
-from nemo_rl.commands.conformance.drawing import bad_words, filters, greedy, logprobs, samples, seeds
-from nemo_rl.commands.conformance.ends import aborts, limits, so_far, stops
-from nemo_rl.commands.conformance.weights import (
+from nemo_rl.commands.conformance.properties import (
+    aborts,
+    bad_words,
     death,
+    filters,
+    greedy,
     interrupted_update,
     layer_outputs,
+    limits,
+    logprobs,
     missing_tensor,
     same_version,
+    samples,
+    seeds,
     sleep,
+    so_far,
+    stops,
     update,
     update_in_flight,
 )

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from nemo_rl.config import ClusterConfig, RunConfig
+
 
 class Status(StrEnum):
     """Result of a check."""
@@ -56,3 +58,50 @@ class Check[Given]:
     """Seconds after which the check has failed."""
     needs: tuple[str, ...] = ()
     """Names of checks that must not have failed before this one runs."""
+
+
+@dataclass(frozen=True)
+class NodeRequest:
+    """A run's requirements of one machine; plain values, which can be sent to the nodes of a cluster."""
+
+    uses_gpu: bool | None = None
+    """Whether each rank has a GPU; None without a configuration."""
+    gpus: int | None = None
+    """Number of GPUs on this machine according to Ray; None if Ray is not running yet."""
+    ranks: int | None = None
+    """Processes that exchange tensors here; None: one per GPU, or two."""
+    ports: tuple[int | None, int | None] = (
+        ClusterConfig.model_fields["master_port_range_low"].default,
+        ClusterConfig.model_fields["master_port_range_high"].default,
+    )
+    """Lowest and highest port for the stores of groups; None lets the operating system choose."""
+    port_count: int = 1
+    """Number of such ports that the run needs."""
+    address: str = "127.0.0.1"
+    """Address of this machine for other machines."""
+    starts_ray: bool = True
+    """Whether a run starts its own Ray here."""
+    engine: str | None = None
+    """`policy.generation.backend`; None without sampling, or without a configuration."""
+    needs_megatron: bool = False
+    """Whether a model trains with Megatron Core."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Packages of the machine that starts the run, by name; empty on that machine."""
+
+
+def node_request(config: RunConfig | None, *, starts_ray: bool) -> NodeRequest:
+    """Return a configuration's requirements of each machine; without one, those of any run."""
+    if config is None:
+        return NodeRequest(starts_ray=starts_ray)
+    cluster = config.cluster
+    models = [section for _, _, section in config.model_keys()]
+    generation = config.policy.generation
+    return NodeRequest(
+        uses_gpu=cluster.uses_gpu,
+        ranks=cluster.policy_ranks_per_node if config.models else 1,
+        ports=(cluster.master_port_range_low, cluster.master_port_range_high),
+        port_count=len(models) + (generation is not None),
+        starts_ray=starts_ray,
+        engine=None if generation is None else generation.backend,
+        needs_megatron=any(model.megatron_cfg.enabled for model in models),
+    )

@@ -7,9 +7,8 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from nemo_rl.commands.doctor.checks import Finding, Status, ok
+from nemo_rl.commands.doctor.checks import Finding, NodeRequest, Status, ok
 from nemo_rl.commands.doctor.nodes import NODE_CHECKS, NODES, NODES_DEADLINE_S
-from nemo_rl.commands.doctor.requests import NodeRequest
 from nemo_rl.commands.doctor.runner import perform
 from nemo_rl.commands.doctor.versions import installed_versions
 from nemo_rl.config import RunConfig

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from nemo_rl.commands.doctor.checks import Check, Finding, Status, ok
+from nemo_rl.commands.doctor.checks import Check, Finding, NodeRequest, Status, node_request, ok
 from nemo_rl.commands.doctor.nodes import NODE_CHECKS, NODES, NODES_DEADLINE_S
-from nemo_rl.commands.doctor.requests import NodeRequest, node_request
 from nemo_rl.commands.doctor.run import run_checks
 from nemo_rl.commands.doctor.runner import as_the_run_says, perform, smallest
 from nemo_rl.config import RunConfig, load_config, report_findings

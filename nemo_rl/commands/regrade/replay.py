@@ -7,12 +7,14 @@ one step, metadata passes from step to step, and the episode is closed.
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from nemo_rl.commands.regrade.stored_samples import StoredSample
 from nemo_rl.data.interfaces import DatumSpec, Message
 from nemo_rl.data.messages.content import content_text
 from nemo_rl.environments.interfaces import EpisodeStart, StepResult
+from nemo_rl.experience.penalties import AnswerReview
 from nemo_rl.experience.samples import EnvironmentPort
 
 _AT_ONCE = 512
@@ -140,3 +142,30 @@ def _is_over(graded: Regraded, step: StepResult, later: Sequence[Mapping[str, An
     if _texts([step.observation]) != _texts(later[:1]):
         graded.diverged = "an observation differs from the stored one"
     return False
+
+
+def review_again(graded: Sequence[Regraded], review: AnswerReview) -> None:
+    """Review the samples that have a reward and stored tokens, as the run did; note the penalties on them."""
+    for each in graded:
+        row = each.sample.row
+        if each.reward is not None and "token_ids" in row:
+            each.penalties = review.judge(row["token_ids"], turn_spans(row["token_loss_mask"])).penalties
+
+
+def turn_spans(mask: Sequence[int]) -> list[tuple[int, int]]:
+    """Return first token and end of each sampled turn; between two turns there are tokens of the environment.
+
+    Args:
+        mask: for each token of the sequence, 1 if it was sampled and 0 if not.
+
+    Example:
+        >>> turn_spans([0, 1, 1, 0, 1])
+        [(1, 3), (4, 5)]
+    """
+    spans, start = [], 0
+    for is_sampled, tokens in groupby(mask):
+        end = start + len(list(tokens))
+        if is_sampled:
+            spans.append((start, end))
+        start = end
+    return spans

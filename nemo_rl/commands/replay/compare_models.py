@@ -6,9 +6,8 @@ Distances are estimates (`Fingerprint.distance`). Whether bits are equal is deci
 import math
 from collections.abc import Iterable, Mapping
 
-from nemo_rl.commands.replay.findings import NOT_RECORDED, Difference, Stage
+from nemo_rl.commands.replay.findings import NOT_RECORDED, Difference, Stage, Tolerances
 from nemo_rl.commands.replay.records import Step
-from nemo_rl.commands.replay.tolerances import Tolerances
 from nemo_rl.models.policy.update_records import UpdateRecord
 from nemo_rl.models.training.fingerprints import Fingerprint, added
 

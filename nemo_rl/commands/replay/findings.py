@@ -1,9 +1,13 @@
 """The result of a comparison: a stage for each part of a step, each with its differences."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
+
+from nemo_rl.commands.replay.records import Step
+from nemo_rl.config.rules.resume import ChangedKey
+from nemo_rl.utils.errors import ReplayError
 
 NOT_RECORDED = "the run did not record them (logger.record_modules)"
 """Why the outputs of modules were not compared; the user's choice, so the verdict does not name it."""
@@ -119,3 +123,127 @@ def _difference(each: Difference) -> dict[str, Any]:
 def _number(size: float | None) -> float | str | None:
     """Return a size for JSON, in which an infinite one is a string."""
     return size if size is None or math.isfinite(size) else str(size)
+
+
+DIVISION = "layout of passes and memory"
+"""Group of keys in `config.rules.resume.APPLIED` that decide which rank computes what."""
+WITHOUT_INFLUENCE = (
+    "length, validation and early stop",
+    "saving and logging",
+    "machines, deadlines and processes",
+    "engines and weight sync",
+    "limits and defaults of data sets",
+)
+"""Groups of keys there that a step does not read once it has rollouts and weights."""
+_SHOWN_FILES = 20
+_OUTSIDE_A_STEP = (
+    *("doctor/", "environments/", "evals/", "launch/", "models/generation/", "optimizations/", "regrade/", "replay/"),
+    *("report/", "sizing/", "weight_sync/"),
+)
+_NUMBERS = ("torch", "transformers", "numpy", "flash-attn", "triton")
+"""Packages whose versions may change the last bits."""
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """The largest differences that count as equal; 0 for equal bits."""
+
+    advantages: float = 0.0
+    """Absolute."""
+    logprobs: float = 0.0
+    """Absolute, of one token."""
+    loss: float = 0.0
+    """Relative to the recorded value, or absolute below 1."""
+    modules: float = 0.0
+    """Distance of outputs relative to their norm."""
+    gradients: float = 0.0
+    """Distance of a tensor relative to its norm."""
+    weights: float = 0.0
+    """Distance of a new tensor relative to the distance that the update moved it."""
+
+    @property
+    def is_exact(self) -> bool:
+        """True if bits are compared."""
+        return self == Tolerances()
+
+
+FLOAT32 = Tolerances(advantages=1e-5, logprobs=1e-4, loss=1e-4, modules=1e-4, gradients=1e-3, weights=1e-2)
+OTHER_PRECISIONS = Tolerances(advantages=1e-5, logprobs=0.1, loss=5e-2, modules=3e-2, gradients=0.2, weights=0.5)
+
+
+def tolerances(precision: str, factor: float = 1.0) -> Tolerances:
+    """Return the tolerances of a precision, each times a factor."""
+    stated = FLOAT32 if precision == "float32" else OTHER_PRECISIONS
+    return Tolerances(**{each.name: getattr(stated, each.name) * factor for each in fields(stated)})
+
+
+def factor_of(option: str) -> float | None:
+    """Return the factor of the tolerances that `--tolerance` names: 0 compares bits, None lets `chosen` decide.
+
+    Raises:
+        ReplayError: the option is wrong.
+    """
+    if option in ("auto", "exact"):
+        return None if option == "auto" else 0.0
+    try:
+        factor = float(option)
+    except ValueError:
+        factor = -1.0
+    if not 0 < factor < math.inf:
+        raise ReplayError(f"--tolerance={option} must be auto, exact or a number above 0.")
+    return factor
+
+
+def chosen(
+    factor: float | None, recorded: Step, repeated: Step, changed: list[ChangedKey]
+) -> tuple[Tolerances, list[str]]:
+    """Return the tolerances of a comparison, and the notes of `circumstances`.
+
+    Args:
+        factor: factor of the tolerances, as `factor_of` returns it; None: 0 without notes, else 1.
+        recorded: the step of the run.
+        repeated: the step now.
+        changed: keys that differ.
+    """
+    notes = circumstances(recorded, repeated, changed)
+    if factor is None:
+        factor = 1.0 if notes else 0.0
+    return tolerances(str(recorded.summary["config"]["policy"]["precision"]), factor), notes
+
+
+def circumstances(recorded: Step, repeated: Step, changed: list[ChangedKey]) -> list[str]:
+    """Return notes on differences that may change the last bits only: versions, devices, layout of the ranks."""
+    before, now = recorded.summary, repeated.summary
+    notes = [
+        f"{name}: {_get(before['environment'], name)} in the run, {_get(now['environment'], name)} now"
+        for name in _NUMBERS
+        if _get(before["environment"], name) != _get(now["environment"], name)
+    ]
+    devices = [
+        sorted({device for update in step.updates for device in update.devices}) for step in (recorded, repeated)
+    ]
+    if devices[0] != devices[1]:
+        notes.append(f"device: {', '.join(devices[0])} in the run, {', '.join(devices[1])} now")
+    if before["layout"] != now["layout"]:
+        notes.append(f"ranks: {_layout(before['layout'])} in the run, {_layout(now['layout'])} now")
+    notes += [f"{key.key}: {key.before} in the run, {key.now} now" for key in changed if key.about == DIVISION]
+    return notes
+
+
+def _get(versions: Mapping[str, Any], name: str) -> str:
+    return str(versions.get(name, "absent"))
+
+
+def _layout(layout: Mapping[str, int]) -> str:
+    return " x ".join(f"{axis}={size}" for axis, size in layout.items() if size > 1) or "1"
+
+
+def code_notes(recorded: Step, repeated: Step) -> list[str]:
+    """Return a note with the files of the library that differ from those of the run; none if all are equal."""
+    before, now = recorded.summary["code"], repeated.summary["code"]
+    names = (name for name in sorted({*before, *now}) if not name.startswith(_OUTSIDE_A_STEP))
+    changed = [name for name in names if before.get(name) != now.get(name)]
+    if not changed:
+        return []
+    more = f" and {len(changed) - _SHOWN_FILES} more" if len(changed) > _SHOWN_FILES else ""
+    return [f"files of nemo_rl that have changed since the run: {', '.join(changed[:_SHOWN_FILES])}{more}"]

@@ -3,18 +3,213 @@
 import argparse
 import json
 import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import Any, TextIO
 
-from nemo_rl.config import GRPOMasterConfig, load_config
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from nemo_rl.algorithms.rollout.batches import mark_stale
+from nemo_rl.algorithms.rollout.start import RolloutRecipe, layout_of
+from nemo_rl.algorithms.runtime.device_sharing import share_memory
+from nemo_rl.algorithms.runtime.run import StepBatch
+from nemo_rl.algorithms.runtime.step_record import code, environment, samples_in_short, stage_tensors
+from nemo_rl.algorithms.setup.preflight import check_added_models
+from nemo_rl.algorithms.setup.roles import place_models, reserve, start_models, start_role
+from nemo_rl.commands.replay.findings import Comparison, Difference, Stage
+from nemo_rl.commands.replay.records import RecordedStep, Step
+from nemo_rl.config import GRPOMasterConfig, busy_engines, load_config, public_values
 from nemo_rl.config.rules.resume import changed_keys
+from nemo_rl.data.datasets.setup import RunData
+from nemo_rl.distributed.virtual_cluster import init_ray
+from nemo_rl.environments.interfaces import EnvironmentInterface
+from nemo_rl.environments.registry import env_class_path
+from nemo_rl.experience.rows import rows_per_update
+from nemo_rl.experience.trajectory import Trajectory
+from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.models.policy.update_records import start_recording, take_records
+from nemo_rl.models.policy.workers.update_recorder import ROW_NUMBERS
 from nemo_rl.optimizations.fork_server import start_fork_server
 from nemo_rl.optimizations.switch import is_on
-from nemo_rl.utils.errors import ReplayError
+from nemo_rl.utils.errors import ConfigError, ReplayError
+from nemo_rl.utils.imports import import_dotted
 
-if TYPE_CHECKING:  # torch is imported after the configuration is accepted, as in a run
-    from nemo_rl.commands.replay.findings import Comparison
-    from nemo_rl.commands.replay.records import RecordedStep, Step
+_CAUSE = "The data, the prompt file, the chat template, the tokenizer or the processor has changed since the run."
+_NAME = "prompts in the data"
+
+
+def compare_prompts(trajectories: Sequence[Trajectory], data: RunData) -> tuple[Stage, list[str]]:
+    """Compare the tokens of each prompt with those of its row; return the comparison, and what it leaves out.
+
+    Args:
+        trajectories: the recorded rollouts.
+        data: the training data, as the configuration describes it now.
+    """
+    found, compared, opened = [], 0, set()
+    firsts = {trajectory.group_index: trajectory for trajectory in reversed(trajectories)}
+    for group, trajectory in sorted(firsts.items()):
+        if _writes_prompts(trajectory.task_name):
+            opened.add(trajectory.task_name)
+            continue
+        compared += 1
+        text = _difference(trajectory, data)
+        if text is not None:
+            name = f"prompt {group}"
+            found.append(
+                Difference(name, f"{name} (row {trajectory.idx} of the training data) differs from the record: {text}")
+            )
+    if not compared and opened:
+        return Stage(_NAME, skipped=f"the environments {sorted(opened)} write the prompts themselves"), []
+    notes = [f"prompts that the environments {sorted(opened)} write themselves are not compared"] if opened else []
+    return Stage(_NAME, compared, differences=found, cause=_CAUSE), notes
+
+
+def _writes_prompts(task_name: str) -> bool:
+    """Return whether an environment may write or change the prompt, so that it cannot be compared with the data."""
+    try:
+        environment: type[EnvironmentInterface[Any]] = import_dotted(
+            env_class_path(task_name), ConfigError, task_name, ""
+        )
+    except ConfigError:
+        return True
+    is_written = environment.open_episode is not EnvironmentInterface.open_episode
+    return is_written or environment.runs_agents
+
+
+def _difference(trajectory: Trajectory, data: RunData) -> str | None:
+    """Describe how a prompt differs from its row; None if it does not."""
+    if trajectory.idx >= len(data.train):
+        return f"the data has {len(data.train)} rows"
+    recorded = _tokens(trajectory)
+    prompt = torch.cat([message["token_ids"] for message in data.train[trajectory.idx]["message_log"]])
+    width = min(len(prompt), len(recorded))
+    wrong = (prompt[:width] != recorded[:width]).nonzero()
+    if len(wrong):
+        place = int(wrong[0])
+        return f"token {place} is {int(prompt[place])} in the data, and {int(recorded[place])} was recorded"
+    if len(prompt) != trajectory.prompt_length:
+        return f"it has {len(prompt)} tokens in the data, and {trajectory.prompt_length} were recorded"
+    return None
+
+
+def _tokens(trajectory: Trajectory) -> Tensor:
+    return torch.cat([message["token_ids"] for message in trajectory.message_log])[: trajectory.prompt_length]
+
+
+_FILE_WIDTH = 140
+"""Width in characters if the output is not a terminal."""
+_SHOWN = 3
+
+
+def write_text(result: Comparison, output: TextIO) -> None:
+    """Write a table with a line for each part of the step, then the differences, the notes and the verdict."""
+    is_file = not output.isatty() and "COLUMNS" not in os.environ
+    console = Console(file=output, width=_FILE_WIDTH if is_file else None)
+    table = Table(box=SIMPLE_HEAD)
+    for title in ("part of the step", "compared", "differ", "largest difference", "tolerance"):
+        table.add_column(title, overflow="fold")
+    for stage in result.stages:
+        table.add_row(*map(Text, _line(stage)))
+    console.print(table)
+    for line in _details(result):
+        console.print(Text(line))
+    console.print(Text(result.verdict))
+
+
+def _line(stage: Stage) -> tuple[str, ...]:
+    if stage.skipped is not None:
+        return stage.name, "-", "-", stage.skipped, "-"
+    if not stage.unit:
+        return stage.name, str(stage.compared), str(len(stage.differences)), "-", "-"
+    size = f"{stage.largest:.1e} {stage.unit}" if stage.largest else "0"
+    return stage.name, str(stage.compared), str(len(stage.differences)), size, f"{stage.tolerance:g}"
+
+
+def _details(result: Comparison) -> Iterator[str]:
+    for stage in result.stages:
+        shown = _SHOWN if stage is result.first else 1
+        for difference in stage.differences[:shown]:
+            yield difference.text if difference.text.startswith(stage.name) else f"{stage.name}: {difference.text}"
+        if len(stage.differences) > shown:
+            yield f"{stage.name}: and {len(stage.differences) - shown} more"
+    for note in result.notes:
+        yield f"note: {note}"
+
+
+def repeat(
+    config: GRPOMasterConfig, recipe: RolloutRecipe, recorded: RecordedStep, checkpoint: Path | None, of_modules: bool
+) -> Step:
+    """Repeat a step.
+
+    Args:
+        config: the configuration of the run, perhaps with changes.
+        recipe: the choices of its algorithm.
+        recorded: the step as the run recorded it.
+        checkpoint: step folder of the step before; None: the initial weights.
+        of_modules: whether to record the output of each module.
+
+    Raises:
+        ConfigError, CheckpointError, ResourceInsufficientError: as at the start of a run.
+    """
+    with ExitStack() as resources:
+        models = _start_models(config, recipe, checkpoint, resources)
+        policy = models["policy"]
+        policy.weight_version = recorded.summary["weight_version"]
+        batch = _batch(config, recipe, recorded, policy.weight_version)
+        memory = share_memory(config.cluster, recipe.roles, models)
+        for stage in recipe.stages(models):
+            memory.hand_to(stage.roles)
+            stage.apply(batch)
+        memory.hand_to(("policy",))
+        batch.tensors[ROW_NUMBERS] = torch.arange(batch.tensors.size)
+        start_recording(policy, of_modules=of_modules)
+        policy.train(batch.tensors, recipe.loss_fn, gbs=batch.rows_per_update)
+        updates = take_records(policy)
+        summary: dict[str, Any] = {
+            "config": public_values(config),
+            "samples": samples_in_short(batch),
+            "environment": environment(),
+            "code": dict(code()),
+            "layout": asdict(policy.layout),
+        }
+        return Step(summary, stage_tensors(batch), updates)
+
+
+def _start_models(
+    config: GRPOMasterConfig, recipe: RolloutRecipe, checkpoint: Path | None, resources: ExitStack
+) -> Mapping[str, Policy]:
+    """Start Ray and the ranks of all models, as `rollout.start` does, without engines and environments."""
+    check_added_models(config, recipe.roles)
+    init_ray(optimizations=config.cluster.optimizations)
+    places = place_models(config.model_cluster, recipe.roles)
+    reserve([places[name] for name in recipe.roles], config, recipe.roles, resources)
+    busy, seed = busy_engines(config.algorithm.overlap, config.cluster, config.policy), config.algorithm.seed
+    starts: dict[str, Callable[[], Policy]] = {
+        name: partial(start_role, name, role, places[name], config.cluster, recipe.tokenizer, seed, checkpoint, busy)
+        for name, role in recipe.roles.items()
+    }
+    return start_models(config.model_cluster, recipe.roles, starts, resources)
+
+
+def _batch(config: GRPOMasterConfig, recipe: RolloutRecipe, recorded: RecordedStep, version: int) -> StepBatch:
+    trajectories = recorded.trajectories
+    tensors = layout_of(config, recipe)(trajectories)
+    return StepBatch(
+        tensors,
+        trajectories,
+        rows_per_update=rows_per_update(trajectories, config.policy.train_global_batch_size or len(trajectories)),
+        stale_BT=mark_stale(tensors, trajectories, version, mixes_weights=config.policy.mixes_weights),
+    )
+
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +237,6 @@ def replay(arguments: argparse.Namespace, output: TextIO) -> int:
         start_fork_server()
 
     from nemo_rl.commands.replay.records import add_modules, read_step
-    from nemo_rl.commands.replay.report import write_text
 
     recorded = read_step(folder, arguments.step)
     result, repeated = _repeated(arguments, config, recorded)
@@ -63,12 +257,8 @@ def _repeated(
 ) -> "tuple[Comparison, Step]":
     """Repeat a step; return the comparison, and the step as it is now."""
     from nemo_rl.algorithms.grpo import recipe
-    from nemo_rl.commands.replay.compare import compare
-    from nemo_rl.commands.replay.configuration import configuration_notes
-    from nemo_rl.commands.replay.findings import Comparison
-    from nemo_rl.commands.replay.prompts import compare_prompts
-    from nemo_rl.commands.replay.repeat import repeat
-    from nemo_rl.commands.replay.tolerances import chosen, code_notes, factor_of
+    from nemo_rl.commands.replay.compare import compare, configuration_notes
+    from nemo_rl.commands.replay.findings import Comparison, chosen, code_notes, factor_of
 
     factor = factor_of(arguments.tolerance)
     checkpoint = _checkpoint(recorded, arguments.step, arguments.checkpoint, config)

@@ -6,11 +6,20 @@ Invariant: the data is JSON without any `<`, and the content security policy all
 import base64
 import hashlib
 import json
+import logging
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
+
+import nemo_rl
+from nemo_rl.commands.report.run_files import find_run
+from nemo_rl.commands.report.run_view import RunView
+from nemo_rl.files.writing import write_atomically
+from nemo_rl.utils.errors import ConfigError
 
 _SCRIPTS = ("uPlot.iife.min.js", "elements.js", "charts.js", "samples.js", "rollouts.js", "page.js")
 _STYLES = ("uPlot.min.css", "page.css")
@@ -42,3 +51,40 @@ def as_json(data: Any) -> str:
 @cache
 def _asset(name: str) -> str:
     return files("nemo_rl.commands.report").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+logger = logging.getLogger(__name__)
+
+FILE = "report.html"
+_MOST_LISTED = 10_000
+"""Largest number of samples of a run in the list of the file; they take about 2 MB."""
+
+
+def write_report(folders: Sequence[Path], output: Path | None, num_samples: int) -> Path:
+    """Write the report of runs and return its path.
+
+    Args:
+        folders: log folders of the runs.
+        output: the file; None: `report.html` in the folder of the first run.
+        num_samples: number of samples of each run with conversation and tokens.
+
+    Raises:
+        DataError: a folder has no run.
+        ConfigError: the file cannot be written, or the number is negative.
+    """
+    if num_samples < 0:
+        raise ConfigError(f"--samples={num_samples} must not be negative.")
+    found = [find_run(folder) for folder in folders]
+    views = [RunView(run) for run in found]
+    runs = []
+    for view in views:
+        view.read()
+        runs.append(view.as_json() | {"samples": view.samples_as_json(_MOST_LISTED, num_samples)})
+    path = output or found[0].folder / FILE
+    page = make_page({"runs": runs, "live": False, "version": nemo_rl.__version__, "written": time.time()})
+    try:
+        write_atomically(path, page)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}. Choose another file with --output.") from error
+    logger.info("Report: %s (%.1f MB)", path, len(page) / 1e6)
+    return path

@@ -25,8 +25,7 @@ import nemo_rl
 from nemo_rl.commands.report.page import as_json, make_page
 from nemo_rl.commands.report.run_files import RunFiles
 from nemo_rl.commands.report.run_view import RunView
-from nemo_rl.commands.report.sample_index import READ_ERRORS
-from nemo_rl.commands.report.sample_query import SampleQuery
+from nemo_rl.commands.report.samples import READ_ERRORS, SampleQuery
 from nemo_rl.host.guarded_http import ConnectionGuard
 from nemo_rl.utils.errors import ConfigError
 

@@ -8,11 +8,9 @@ from typing import Any
 
 from nemo_rl.algorithms.setup.memory_forecast import device_bytes, forecast_memory
 from nemo_rl.commands.dry_run import NOT_FITTING, describe
-from nemo_rl.commands.size import report, splits
-from nemo_rl.commands.size.candidates import candidate_of
-from nemo_rl.commands.size.costs import update_seconds
-from nemo_rl.commands.size.jobs import Job, with_values
-from nemo_rl.commands.size.machines import Gpu, chosen_gpu, memory_of
+from nemo_rl.commands.size import proposal, report
+from nemo_rl.commands.size.candidates import candidate_of, update_seconds
+from nemo_rl.commands.size.jobs import Gpu, Job, chosen_gpu, memory_of, with_values
 from nemo_rl.commands.size.proposal import Proposal, described, updates_of_a_step
 from nemo_rl.commands.size.search import HEADROOM, Search
 from nemo_rl.config import MasterConfig, load_config, report_findings
@@ -33,7 +31,7 @@ def size_run(arguments: argparse.Namespace) -> int:
     local = described(config, gpu)
     refused: list[str] = []
     with logs_of_library():
-        found = splits.placed(arguments.engines, local, gpu, refused)
+        found = proposal.placed(arguments.engines, local, gpu, refused)
         if found is None:
             lines = shortage_lines(arguments.engines, local, gpu, refused)
             sys.stdout.write("\n".join(["Nothing fits", *lines, ""]))
@@ -117,14 +115,14 @@ def shortage_lines(engines: str, local: MasterConfig, gpu: Gpu, refused: Sequenc
         gpu: the GPUs.
         refused: errors of backends that refused sizes which fit.
     """
-    placed = with_values(local, splits.placements(engines, local)[0])
+    placed = with_values(local, proposal.placements(engines, local)[0])
     lines = [line for name in placed.models if (line := _shortage(Job(placed, name, gpu)))]
     if refused and not lines:
         lines.append(f"  the models fit, but a backend refuses them: {refused[0]}")
     elif not lines:
         others = "engine" if placed.policy.generation is not None else "other model"
         lines.append(f"  the models fit alone, but no {others} fits next to them")
-    found = splits.smallest_cluster(engines, local, gpu)
+    found = proposal.smallest_cluster(engines, local, gpu)
     enough = "no cluster of up to 64 machines" if found is None else f"cluster.num_nodes={found[0]}"
     enough += "" if found is None else f" cluster.gpus_per_node={found[1]}, {found[0] * found[1]} GPUs,"
     return [*lines, f"  {enough} of {gpu.memory_gib:g} GiB would be enough (with {HEADROOM:.0%} of the usable memory)"]

@@ -1,7 +1,7 @@
 """Read problems that are solved by a program: a question, and tests as the answer.
 
 The answer of a row, which becomes `ground_truth`, is the JSON text of its tests as the environment `code` reads it
-(`nemo_rl/kits/code/tests.py`). Prompts never show them, except where the data set does so itself.
+(`nemo_rl/kits/code/grading.py`). Prompts never show them, except where the data set does so itself.
 """
 
 import ast

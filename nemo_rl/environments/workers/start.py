@@ -1,14 +1,133 @@
 """Start the actors of an environment."""
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nemo_rl.environments.interfaces import EnvironmentInterface
+from nemo_rl.environments.interfaces import EnvironmentInterface, EpisodeStart, StepResult
 from nemo_rl.environments.workers.client import EnvironmentClient
-from nemo_rl.environments.workers.keys import WorkerKeys
-from nemo_rl.environments.workers.loading import EnvironmentClass
-from nemo_rl.environments.workers.pool import EnvironmentPool
+from nemo_rl.environments.workers.loading import EnvironmentClass, WorkerKeys
+
+if TYPE_CHECKING:
+    from nemo_rl.data.interfaces import LLMMessageLogType
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+
+@dataclass(eq=False)
+class _Worker:
+    """One actor, and the number of episodes that have a place in it."""
+
+    client: EnvironmentClient
+    num_episodes: int = 0
+
+
+class EnvironmentPool:
+    """Several actors of one environment; has the methods of `EnvironmentClient`.
+
+    Args:
+        clients: one for each actor.
+        max_open_episodes: episodes that are open at the same time; None: any number. Others wait for a place.
+    """
+
+    def __init__(self, clients: Sequence[EnvironmentClient], max_open_episodes: int | None = None) -> None:
+        self.name = clients[0].name
+        self._workers = [_Worker(client) for client in clients]
+        self._max_open_episodes = max_open_episodes
+        self._place: ContextVar[_Worker | None] = ContextVar(f"place in {self.name}", default=None)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._free: asyncio.Semaphore | None = None
+
+    @property
+    def num_restarts(self) -> int:
+        """The number of times that an actor was replaced."""
+        return sum(worker.client.num_restarts for worker in self._workers)
+
+    @property
+    def num_calls(self) -> int:
+        """The number of Ray calls of all actors."""
+        return sum(worker.client.num_calls for worker in self._workers)
+
+    @property
+    def post_processes_groups(self) -> bool:
+        """See `EnvironmentInterface.post_processes_groups`."""
+        return self._workers[0].client.post_processes_groups
+
+    @property
+    def reads_chat(self) -> bool:
+        """See `EnvironmentInterface.reads_chat`."""
+        return self._workers[0].client.reads_chat
+
+    @property
+    def continues_episodes(self) -> bool:
+        """See `EnvironmentInterface.continues_episodes`."""
+        return self._workers[0].client.continues_episodes
+
+    @property
+    def agent_section(self) -> Mapping[str, Any] | None:
+        """See `EnvironmentClient.agent_section`."""
+        return self._workers[0].client.agent_section
+
+    @property
+    def reads_collections(self) -> bool:
+        """See `EnvironmentClient.reads_collections`."""
+        return self._workers[0].client.reads_collections
+
+    async def open_episode(self, metadata: Any, seed: int | None = None) -> EpisodeStart[Any]:
+        """Take a place, after waiting for a free one where their number is bounded, and open the episode there."""
+        return await (await self._take_place()).open_episode(metadata, seed)
+
+    async def step(self, message_log: "LLMMessageLogType", metadata: Any) -> StepResult:
+        """See `EnvironmentClient.step`; an episode that was never opened takes a place now."""
+        place = self._place.get()
+        client = place.client if place is not None else await self._take_place()
+        return await client.step(message_log, metadata)
+
+    async def close_episode(self, metadata: Any) -> None:
+        """Close the episode and free its place; without a place nothing was opened."""
+        place = self._place.get()
+        if place is None:
+            return
+        self._place.set(None)
+        try:
+            await place.client.close_episode(metadata)
+        finally:
+            place.num_episodes -= 1
+            if self._free is not None:
+                self._free.release()
+
+    async def global_post_process_and_metrics(
+        self, batch: "BatchedDataDict[Any]"
+    ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
+        """See `EnvironmentClient.global_post_process_and_metrics`; the first actor does it."""
+        return await self._workers[0].client.global_post_process_and_metrics(batch)
+
+    def shutdown(self, timeout_s: float = 5.0) -> None:
+        """Stop all actors and what they started; later steps raise. A second call does nothing.
+
+        Args:
+            timeout_s: Limit for the environment's own `shutdown`, after which an actor is killed.
+        """
+        for worker in self._workers:
+            worker.client.shutdown(timeout_s)
+
+    async def _take_place(self) -> EnvironmentClient:
+        """Take a place in the actor that has the fewest episodes."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:  # no episode outlives its event loop
+            self._loop = loop
+            self._free = None if self._max_open_episodes is None else asyncio.Semaphore(self._max_open_episodes)
+            for worker in self._workers:
+                worker.num_episodes = 0
+        if self._free is not None:
+            await self._free.acquire()
+        worker = min(self._workers, key=lambda each: each.num_episodes)
+        worker.num_episodes += 1
+        self._place.set(worker)
+        return worker.client
+
 
 type Environment = EnvironmentClient | EnvironmentPool
 

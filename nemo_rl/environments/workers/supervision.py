@@ -17,7 +17,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from nemo_rl.distributed.workers.logs import end_with_descendants, stopped_among, tail_of_logs
 from nemo_rl.distributed.workers.process import LoggedProcess
 from nemo_rl.distributed.workers.results import WORKER_DEATHS, full_memory
-from nemo_rl.environments.user_frames import user_lines
+from nemo_rl.environments.user_errors import user_lines
 from nemo_rl.environments.workers.process_guard import MEMORY_MARK
 from nemo_rl.utils.errors import WorkerDiedError
 

@@ -22,9 +22,8 @@ from nemo_rl.data.messages.content import content_text
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.environments.metrics import calculate_pass_rate_per_prompt
 from nemo_rl.kits.code.blocks import code_to_run, final_code
-from nemo_rl.kits.code.grading import Grader, Verdict
+from nemo_rl.kits.code.grading import Grader, Verdict, parse_tests
 from nemo_rl.kits.code.interpreter import came_to_end, limits_of, observation_of, program_of
-from nemo_rl.kits.code.tests import parse_tests
 from nemo_rl.sandbox import End, Sandbox
 from nemo_rl.utils.errors import NemoRLError
 
@@ -40,7 +39,7 @@ class CodeEnvMetadata(TypedDict):
     """Metadata of a sample."""
 
     ground_truth: NotRequired[str]
-    """The tests, see `nemo_rl.kits.code.tests`; without it nothing is graded."""
+    """The tests, see `nemo_rl.kits.code.grading`; without it nothing is graded."""
     context: NotRequired[dict[str, Any]]
     """Variables that the first block of code starts with: plain data."""
     working_dir: NotRequired[str | None]

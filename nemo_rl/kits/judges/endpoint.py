@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_rl.config.schema.judges import LLMJudgeConfig
-from nemo_rl.kits.judges.interfaces import JudgeError, JudgeModel, JudgeText
+from nemo_rl.kits.judges.questions import JudgeError, JudgeModel, JudgeText
 from nemo_rl.models.generation.remote.connection import EndpointConnection, EndpointError, key_of
 
 _LARGEST_RESPONSE = 2**20

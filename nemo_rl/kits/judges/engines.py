@@ -25,8 +25,8 @@ from nemo_rl.data.messages.content import TextRules
 from nemo_rl.data.messages.control_tokens import control_tokens_of
 from nemo_rl.data.messages.encoding import encode_text, render_chat, with_bos
 from nemo_rl.data.tokenizer import get_tokenizer
-from nemo_rl.kits.judges.interfaces import JudgeError, JudgeModel, JudgeText
 from nemo_rl.kits.judges.places import check_processors, places_of
+from nemo_rl.kits.judges.questions import JudgeError, JudgeModel, JudgeText
 from nemo_rl.models.generation.factory import check_engine_model, engine_settings, make_engines, sampling_params
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult
 from nemo_rl.models.generation.texts import sampled_text

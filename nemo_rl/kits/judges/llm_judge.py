@@ -17,9 +17,7 @@ from nemo_rl.config.schema.judges import LLMJudgeConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.kits.judges.endpoint import Endpoint, endpoint_key
 from nemo_rl.kits.judges.engines import JudgeEngines, check_engine
-from nemo_rl.kits.judges.interfaces import JudgeError, JudgeModel
-from nemo_rl.kits.judges.meter import JudgeMeter
-from nemo_rl.kits.judges.questions import Questions
+from nemo_rl.kits.judges.questions import JudgeError, JudgeMeter, JudgeModel, Questions
 from nemo_rl.kits.judges.verdicts import JudgePrompts, quotable_texts, read_reward
 from nemo_rl.utils.errors import DataError
 

@@ -8,17 +8,131 @@ Samples with the same text share one task. Invariant: only verdicts are remember
 deadline, which runs from its first request.
 """
 
+import abc
 import asyncio
 import hashlib
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from nemo_rl.config.schema.judges import LLMJudgeConfig
-from nemo_rl.kits.judges.interfaces import JudgeError, JudgeModel
-from nemo_rl.kits.judges.meter import JudgeMeter
 from nemo_rl.models.generation.remote.connection import pause_s
+
+
+class JudgeError(Exception):
+    """A judge gave no verdict.
+
+    Args:
+        reason: what happened.
+        may_pass: whether the same request may succeed later.
+        wait_s: seconds that the endpoint asks to wait.
+    """
+
+    def __init__(self, reason: str, *, may_pass: bool = True, wait_s: float = 0.0) -> None:
+        super().__init__(reason)
+        self.may_pass = may_pass
+        self.wait_s = wait_s
+
+
+@dataclass(frozen=True)
+class JudgeText:
+    """The answer of a judge."""
+
+    text: str
+    """Text that it wrote."""
+    prompt_tokens: int = 0
+    """Tokens of the request, 0 if the endpoint does not say."""
+    completion_tokens: int = 0
+    """Tokens of the answer, 0 if the endpoint does not say."""
+    is_complete: bool = True
+    """Whether the judge ended it; false if the limit of tokens cut it off, so that it has no verdict."""
+
+
+class JudgeModel(abc.ABC):
+    """A language model that judges.
+
+    Args:
+        config: the section `env.llm_judge`.
+    """
+
+    repeats_itself = False
+    """Whether the same request always gets the same text, so that asking again is of no use."""
+
+    def __init__(self, config: LLMJudgeConfig) -> None:
+        self._config = config
+
+    def body(self, prompt: str) -> dict[str, Any]:
+        """Return the request that asks a prompt, in the form of a chat completion."""
+        config = self._config
+        system = [] if config.system_prompt is None else [{"role": "system", "content": config.system_prompt}]
+        return {
+            "model": config.judge_name,
+            "messages": [*system, {"role": "user", "content": prompt}],
+            "temperature": config.temperature,
+            "max_tokens": config.max_tokens,
+        }
+
+    @abc.abstractmethod
+    async def ask(self, body: Mapping[str, Any], attempt: int = 0) -> JudgeText:
+        """Send a request.
+
+        Args:
+            body: what `body` returned.
+            attempt: how often it was sent before.
+
+        Raises:
+            JudgeError: the judge gave no text.
+        """
+
+    def close(self) -> None:  # noqa: B027  (optional hook)
+        """Release what the model holds."""
+
+
+_MILLION = 1e6
+
+
+@dataclass
+class JudgeMeter:
+    """Requests to a judge since the last `metrics`."""
+
+    latencies_s: list[float] = field(default_factory=list)
+    """Seconds of each request."""
+    num_retries: int = 0
+    """Requests after the first one for a text."""
+    num_failed: int = 0
+    """Texts without a verdict."""
+    num_from_memory: int = 0
+    """Verdicts that needed no request of their own."""
+    prompt_tokens: int = 0
+    """Tokens of the requests."""
+    completion_tokens: int = 0
+    """Tokens of the answers."""
+
+    def metrics(self, config: LLMJudgeConfig) -> dict[str, float | int]:
+        """Return the metrics and begin again at 0."""
+        counted = JudgeMeter(**vars(self))
+        vars(self).update(vars(JudgeMeter()))
+        latencies = sorted(counted.latencies_s)
+        cost = (
+            counted.prompt_tokens * config.price_per_million_prompt_tokens
+            + counted.completion_tokens * config.price_per_million_completion_tokens
+        ) / _MILLION
+        return {
+            "num_requests": len(latencies),
+            "num_retries": counted.num_retries,
+            "num_failed": counted.num_failed,
+            "num_from_memory": counted.num_from_memory,
+            "prompt_tokens": counted.prompt_tokens,
+            "completion_tokens": counted.completion_tokens,
+            "cost": cost,
+            "latency_s_mean": sum(latencies) / max(len(latencies), 1),
+            "latency_s_p95": latencies[int(0.95 * (len(latencies) - 1))] if latencies else 0.0,
+            "latency_s_max": latencies[-1] if latencies else 0.0,
+        }
+
 
 _SHOWN_CHARS = 200
 

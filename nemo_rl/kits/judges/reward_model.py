@@ -15,9 +15,7 @@ from transformers import AutoConfig
 from nemo_rl.config.schema.judges import RewardModelEnvironmentConfig
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
-from nemo_rl.kits.judges.conversation_tokens import ConversationTokens
-from nemo_rl.kits.judges.joined_passes import JoinedPasses
-from nemo_rl.kits.judges.scoring_ranks import ScoringRanks
+from nemo_rl.kits.judges.scoring_ranks import ConversationTokens, JoinedPasses, ScoringRanks
 from nemo_rl.models.huggingface.comparison import is_classifier
 from nemo_rl.utils.errors import ConfigError, DataError
 

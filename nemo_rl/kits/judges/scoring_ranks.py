@@ -4,21 +4,148 @@ Invariant: a score is the one that the same workers give in the training and val
 died or hang are replaced once for a call; the call that fails again raises.
 """
 
+import asyncio
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from nemo_rl.config.schema.judges import RewardModelEnvironmentConfig
-from nemo_rl.data.interfaces import TokenizerType
+from nemo_rl.data.interfaces import Message, TaskDataSpec, TokenizerType
+from nemo_rl.data.messages.content import TextRules
+from nemo_rl.data.messages.control_tokens import control_tokens_of
+from nemo_rl.data.messages.conversations import get_formatted_message_log
+from nemo_rl.data.messages.encoding import encode_text, render_chat, with_bos
+from nemo_rl.data.messages.observations import template_message
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.workers.results import WORKER_DEATHS
-from nemo_rl.kits.judges.conversation_tokens import padded
 from nemo_rl.kits.judges.places import places_of
 from nemo_rl.models.policy.lm_policy import Policy
-from nemo_rl.utils.errors import DeadlineExceededError, WorkerDiedError
+from nemo_rl.utils.errors import DataError, DeadlineExceededError, WorkerDiedError
+
+_SPEC = TaskDataSpec("reward_model", text_rules=TextRules(rows=True, tools=True))
+
+
+@dataclass(frozen=True)
+class ConversationTokens:
+    """Tokenises conversations with the chat template of a reward model."""
+
+    tokenizer: TokenizerType
+    """Tokenizer of the reward model."""
+    longest: int
+    """Most tokens that it reads."""
+    too_long: Literal["error", "keep_end"] = "error"
+    """Whether a longer conversation is an error, or only its last tokens count."""
+    ends_with_turn: bool = True
+    """Whether text that the template writes after the last turn is left out, as in training."""
+
+    def of(self, messages: Sequence[Message]) -> Tensor:
+        """Return the tokens of a conversation, [T] int64.
+
+        The role "environment" is rendered as "user".
+
+        Args:
+            messages: `role` and `content`, the answer last.
+
+        Raises:
+            DataError: the conversation is too long, the template refuses it, or a part is not text.
+        """
+        known = [template_message(message) for message in messages]
+        ids = self._as_trained(known) if self.ends_with_turn else self._as_rendered(known)
+        if len(ids) <= self.longest:
+            return ids
+        if self.too_long == "keep_end":
+            return ids[-self.longest :]
+        raise DataError(
+            f"the conversation has {len(ids)} tokens for the reward model, which reads {self.longest}. Raise "
+            "env.reward_model.max_model_len, or set env.reward_model.too_long=keep_end"
+        )
+
+    def _as_trained(self, messages: list[Message]) -> Tensor:
+        log = get_formatted_message_log(messages, self.tokenizer, _SPEC, add_generation_prompt=True)
+        return torch.cat([message["token_ids"] for message in log])
+
+    def _as_rendered(self, messages: list[Message]) -> Tensor:
+        quoted = control_tokens_of(self.tokenizer).quoted_chat(messages, _SPEC.rules)
+        text = render_chat(quoted, self.tokenizer, add_generation_prompt=False)
+        return encode_text(with_bos(text, self.tokenizer), self.tokenizer)
+
+
+def padded(rows: Sequence[Tensor], pad_token_id: int) -> BatchedDataDict[Any]:
+    """Return `input_ids` [B, T] and `input_lengths` [B], int64, of B rows of tokens, padded on the right."""
+    ids = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=pad_token_id)
+    return BatchedDataDict({"input_ids": ids, "input_lengths": torch.tensor([len(row) for row in rows])})
+
+
+@dataclass(eq=False)
+class _Waiting:
+    row: Tensor
+    score: "asyncio.Future[float]"
+
+
+class JoinedPasses:
+    """Scores rows of tokens together.
+
+    Args:
+        scores: computes the score of each row; called by one thread at a time.
+        wait_s: seconds that a row waits for others.
+        largest: most rows of a pass.
+    """
+
+    def __init__(self, scores: Callable[[Sequence[Tensor]], list[float]], wait_s: float, largest: int) -> None:
+        self._scores = scores
+        self._wait_s = wait_s
+        self._largest = largest
+        self._waiting: list[_Waiting] = []
+        self._worker: asyncio.Task[None] | None = None
+        self.num_passes = 0
+        """Calls of `scores`."""
+        self.num_rows = 0
+        """Rows scored by them."""
+
+    async def score(self, row: Tensor) -> float:
+        """Return the score of a row of tokens, [T] int64.
+
+        Raises:
+            Exception: whatever `scores` raises for this row alone.
+        """
+        waiting = _Waiting(row, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        if self._worker is None or self._worker.done():
+            self._worker = asyncio.create_task(self._work())
+        return await waiting.score
+
+    async def _work(self) -> None:
+        """Make passes until no row waits."""
+        await asyncio.sleep(self._wait_s)
+        while self._waiting:
+            batch, self._waiting = self._waiting[: self._largest], self._waiting[self._largest :]
+            wanted = [waiting for waiting in batch if not waiting.score.done()]
+            if wanted:
+                await self._pass(wanted)
+
+    async def _pass(self, batch: list[_Waiting]) -> None:
+        """Score rows together; if that fails, one by one."""
+        self.num_passes += 1
+        self.num_rows += len(batch)
+        try:
+            scores = await asyncio.to_thread(self._scores, [waiting.row for waiting in batch])
+        except Exception as error:  # relay: each waiting sample gets the error of its own row
+            if len(batch) > 1:
+                for waiting in batch:
+                    await self._pass([waiting])
+            elif not batch[0].score.done():
+                batch[0].score.set_exception(error)
+            return
+        for waiting, score in zip(batch, scores, strict=True):
+            if not waiting.score.done():
+                waiting.score.set_result(score)
+
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any
 from nemo_rl.config.schema.judges import SCORE_PATTERN, WINNER_PATTERN, LLMJudgeConfig
 from nemo_rl.data.interfaces import Message
 from nemo_rl.data.messages.content import content_text
-from nemo_rl.kits.judges.interfaces import JudgeError
+from nemo_rl.kits.judges.questions import JudgeError
 from nemo_rl.utils.errors import ConfigError, DataError
 
 _SHOWN_CHARS = 200

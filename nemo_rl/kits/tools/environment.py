@@ -25,10 +25,9 @@ from nemo_rl.config.schema.kits import ToolEnvironmentConfig
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, EpisodeStart
 from nemo_rl.kits.tools.grader import Grader, check_grader
-from nemo_rl.kits.tools.parsing.template import choose_parser, looks_like_a_call, response_text
-from nemo_rl.kits.tools.parsing.thinking import text_of_answer
-from nemo_rl.kits.tools.parsing.vllm import ToolCall
+from nemo_rl.kits.tools.template import choose_parser, looks_like_a_call, response_text
 from nemo_rl.kits.tools.toolbox import Episode, make_toolbox
+from nemo_rl.kits.tools.vllm import ToolCall, text_of_answer
 from nemo_rl.utils.errors import ConfigError
 
 if TYPE_CHECKING:

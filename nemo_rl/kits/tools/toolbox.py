@@ -9,13 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_rl.config.schema.kits import ToolConfig, ToolEnvironmentConfig
-from nemo_rl.kits.tools.interfaces import OpenTools, ToolSource
-from nemo_rl.kits.tools.schema import ToolSpec
-from nemo_rl.kits.tools.sources.found import find_tools
-from nemo_rl.kits.tools.sources.isolated import IsolatedTools
-from nemo_rl.kits.tools.sources.local import LocalTools
-from nemo_rl.kits.tools.sources.mcp import MCP, McpTools
-from nemo_rl.kits.tools.sources.sandboxed import PYTHON, SandboxedPython
+from nemo_rl.kits.tools.found import find_tools
+from nemo_rl.kits.tools.interfaces import OpenTools, ToolSource, ToolSpec
+from nemo_rl.kits.tools.isolated import IsolatedTools
+from nemo_rl.kits.tools.local import LocalTools
+from nemo_rl.kits.tools.mcp import MCP, McpTools
+from nemo_rl.kits.tools.sandboxed import PYTHON, SandboxedPython
 from nemo_rl.utils.errors import ConfigError
 
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from nemo_rl.algorithms.critic import CriticUpdate, PolicyEpochs, ValueInference
-from nemo_rl.algorithms.ppo import check_vocabulary, recipe
+from nemo_rl.algorithms.ppo import CriticUpdate, PolicyEpochs, ValueInference, check_vocabulary, recipe
 from nemo_rl.algorithms.runtime.idle_steps import made_update
 from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.config import REPOSITORY_ROOT, PPOMasterConfig, load_config

@@ -7,12 +7,11 @@ import torch
 from tiny_models import TinyShape, make_char_tokenizer, make_tiny_model, save_tiny_checkpoint
 
 from nemo_rl.algorithms import distillation
-from nemo_rl.algorithms.distillation import check_vocab_equality
+from nemo_rl.algorithms.distillation import TeacherScores, check_teacher_fits, check_vocab_equality
 from nemo_rl.algorithms.rollout import start as rollout_start
 from nemo_rl.algorithms.rollout.start import shared_engines
 from nemo_rl.algorithms.runtime.device_sharing import share_memory
 from nemo_rl.algorithms.runtime.run import StepBatch
-from nemo_rl.algorithms.teacher import TeacherScores, check_teacher_fits
 from nemo_rl.config import DistillationMasterConfig, Role, load_config
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict

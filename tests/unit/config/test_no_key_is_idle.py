@@ -26,7 +26,7 @@ from nemo_rl.config.loading.algorithms import ALGORITHMS
 from nemo_rl.config.rules.model import check_backend
 from nemo_rl.config.schema.model.megatron import MegatronConfig
 from nemo_rl.config.schema.model.parallel import DTensorConfig, TrainingBackendConfig
-from nemo_rl.environments.workers.keys import WORKER_KEYS
+from nemo_rl.environments.workers.loading import WORKER_KEYS
 from nemo_rl.losses.feedback import KTOLossConfig
 from nemo_rl.losses.preference import DPOLossConfig
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.algorithms.setup.placement import make_clusters
+from nemo_rl.algorithms.setup.roles import make_clusters
 from nemo_rl.config import ClusterConfig, PolicyConfig
 from nemo_rl.distributed import virtual_cluster
 from nemo_rl.distributed.cluster import node_checks

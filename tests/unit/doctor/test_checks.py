@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 from ray._private import utils as ray_utils
 
-from nemo_rl.algorithms.setup import memory_check
-from nemo_rl.commands.doctor import host
-from nemo_rl.commands.doctor.checks import Check, Finding, Status, ok
-from nemo_rl.commands.doctor.exchange import _start, check_exchange
-from nemo_rl.commands.doctor.gpus import check_gpus, list_gpus
-from nemo_rl.commands.doctor.processor import check_processor
-from nemo_rl.commands.doctor.requests import NodeRequest
+from nemo_rl.algorithms.setup import memory_forecast
+from nemo_rl.commands.doctor import machine
+from nemo_rl.commands.doctor.checks import Check, Finding, NodeRequest, Status, ok
+from nemo_rl.commands.doctor.machine import check_gpus, check_processor, list_gpus
+from nemo_rl.commands.doctor.nodes import _start, check_exchange
 from nemo_rl.commands.doctor.runner import perform, smallest
 from nemo_rl.commands.doctor.versions import check_versions, installed_versions
 from nemo_rl.distributed.ranks.rendezvous import bind_free_port
@@ -82,7 +80,7 @@ def test_a_low_limit_on_open_files_is_reported(
     monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, uses_gpu: bool, status: str
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, hard))
-    assert host.check_open_files(NodeRequest(uses_gpu=uses_gpu)).status == status
+    assert machine.check_open_files(NodeRequest(uses_gpu=uses_gpu)).status == status
 
 
 @pytest.mark.parametrize(("gpus", "status"), [(0, "warning"), (8, "failed")])
@@ -91,8 +89,8 @@ def test_a_low_limit_on_open_files_is_reported_without_a_configuration(
 ) -> None:
     """The limit is judged by the machine alone."""
     monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 64))
-    monkeypatch.setattr(host, "count_gpus", lambda: gpus)
-    assert host.check_open_files(NodeRequest()).status == status
+    monkeypatch.setattr(machine, "count_gpus", lambda: gpus)
+    assert machine.check_open_files(NodeRequest()).status == status
 
 
 @pytest.mark.parametrize(
@@ -115,11 +113,11 @@ def test_shared_memory_is_compared_with_the_object_store(
     """The size is chosen by runs (on CPUs) or by Ray, which starts with less than 10 GB too."""
     usage = os.statvfs_result((1, 1, 1 << 30, 0, free_mb << 20, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda path: usage)
-    monkeypatch.setattr(host, "object_store_bytes", lambda: store_mb and store_mb << 20)
-    monkeypatch.setattr(host, "machine_bytes", lambda: 2 << 40)
-    finding = host.check_shared_memory(NodeRequest(uses_gpu=True, starts_ray=starts_ray))
+    monkeypatch.setattr(machine, "object_store_bytes", lambda: store_mb and store_mb << 20)
+    monkeypatch.setattr(machine, "machine_bytes", lambda: 2 << 40)
+    finding = machine.check_shared_memory(NodeRequest(uses_gpu=True, starts_ray=starts_ray))
     assert finding.status == status and text in finding.found
-    on_cpu = host.check_shared_memory(NodeRequest(uses_gpu=False, starts_ray=starts_ray))
+    on_cpu = machine.check_shared_memory(NodeRequest(uses_gpu=False, starts_ray=starts_ray))
     assert on_cpu.status == ("warning" if status == "failed" else status)
     if store_mb is None and status == "warning":
         monkeypatch.setattr(ray_utils, "get_shared_memory_bytes", lambda: free_mb << 20)
@@ -128,7 +126,7 @@ def test_shared_memory_is_compared_with_the_object_store(
 
 def test_a_missing_temporary_folder_is_accepted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "not" / "yet"))
-    assert f"free in {tmp_path}" in host.check_temporary_files(NodeRequest()).found
+    assert f"free in {tmp_path}" in machine.check_temporary_files(NodeRequest()).found
 
 
 _NVIDIA_SMI = """
@@ -181,7 +179,7 @@ def test_hidden_gpus_are_not_counted(
     nvidia_smi.write_text("".join(f"GPU, 590.10, {size}, 0, {index}\n" for index, size in sizes.items()))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert [gpu.index for gpu in list_gpus()] == expected
-    assert memory_check.gpu_bytes() == min(sizes[index] for index in expected) * 2**20
+    assert memory_forecast.gpu_bytes() == min(sizes[index] for index in expected) * 2**20
 
 
 @pytest.mark.parametrize(

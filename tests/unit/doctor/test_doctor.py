@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.__main__ import main
-from nemo_rl.commands.doctor import command, host, nodes
+from nemo_rl.commands.doctor import command, machine, nodes
 from nemo_rl.commands.doctor.checks import Finding, skipped
 from nemo_rl.commands.doctor.nodes import NODE_CHECKS
 from nemo_rl.commands.doctor.run import run_checks
@@ -102,7 +102,7 @@ def test_a_disk_without_space_is_named(doctor: Doctor, ram_disk: Any) -> None:
 def test_a_tiny_shared_memory_is_named(doctor: Doctor, ram_disk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A container starts with 64 MB."""
     with ram_disk("size=64m") as folder:
-        monkeypatch.setattr(host, "SHARED_MEMORY", folder)
+        monkeypatch.setattr(machine, "SHARED_MEMORY", folder)
         status, lines = doctor()
     assert (status, lines["shared memory"]["status"]) == (0, "warning"), "a run on the CPU works"
     assert "67.1 MB free" in lines["shared memory"]["found"]

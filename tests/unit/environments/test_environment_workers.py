@@ -14,9 +14,9 @@ import pytest
 from processes_for_tests import is_alive, wait_until_gone
 
 from nemo_rl.environments.interfaces import EpisodeStart, StepResult
-from nemo_rl.environments.workers.keys import own_keys, worker_keys
-from nemo_rl.environments.workers.pool import EnvironmentPool
+from nemo_rl.environments.workers.loading import own_keys, worker_keys
 from nemo_rl.environments.workers.process_guard import MEMORY_MARK, _BoundedText
+from nemo_rl.environments.workers.start import EnvironmentPool
 from nemo_rl.host.processes import descendants, end_descendants
 from nemo_rl.utils.errors import ConfigError
 

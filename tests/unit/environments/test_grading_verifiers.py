@@ -4,9 +4,8 @@ from fractions import Fraction
 import pytest
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from nemo_rl.environments.grading.boxed import grade_plain_number
 from nemo_rl.environments.grading.dapo import normalize_answer, verify_final_answer
-from nemo_rl.environments.grading.final_answer import last_boxed
+from nemo_rl.environments.grading.final_answer import grade_plain_number, last_boxed
 from nemo_rl.environments.grading.grade import load_verifier
 from nemo_rl.environments.grading.hf_math_verify import verify_math, verify_math_components
 from nemo_rl.environments.grading.multichoice import verify_english, verify_multilingual

@@ -17,8 +17,8 @@ from nemo_rl.data.datasets.setup import setup_response_data
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.utils import create_env
-from nemo_rl.kits.judges.interfaces import JudgeError
 from nemo_rl.kits.judges.llm_judge import LLMJudgeEnvironment
+from nemo_rl.kits.judges.questions import JudgeError
 from nemo_rl.kits.judges.verdicts import JudgePrompts, read_reward
 from nemo_rl.utils.errors import ConfigError, DataError
 

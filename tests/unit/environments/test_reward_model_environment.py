@@ -17,9 +17,8 @@ from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.messages.conversations import preference_preprocessor
 from nemo_rl.environments.utils import create_env
 from nemo_rl.environments.workers.client import EnvironmentClient
-from nemo_rl.kits.judges.conversation_tokens import ConversationTokens
-from nemo_rl.kits.judges.joined_passes import JoinedPasses
 from nemo_rl.kits.judges.reward_model import RewardModelEnvironment
+from nemo_rl.kits.judges.scoring_ranks import ConversationTokens, JoinedPasses
 from nemo_rl.utils.errors import ConfigError, DataError
 
 TINY_CHAT = REPOSITORY_ROOT / "examples/assets/tiny-chat"

@@ -8,7 +8,7 @@ import pytest
 
 from nemo_rl.algorithms.setup.user_parts import UserParts
 from nemo_rl.config import GRPOMasterConfig, load_config
-from nemo_rl.environments.user_frames import MOST_LINES, report, user_lines
+from nemo_rl.environments.user_errors import MOST_LINES, report, user_lines
 from nemo_rl.launch.command_line import show_uncaught
 from nemo_rl.utils.errors import ConfigError
 

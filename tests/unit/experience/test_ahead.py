@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 from rollout_parts import LetterTokenizer, ScriptedEngine, ScriptedEnvironment, graded, prompts
 
-from nemo_rl.algorithms.rollout.ahead import AheadRollouts
-from nemo_rl.algorithms.rollout.group_failures import GroupFailures
-from nemo_rl.algorithms.rollout.open_groups import OpenGroup, groups_of_step
+from nemo_rl.algorithms.rollout.ahead import AheadRollouts, GroupFailures, OpenGroup, groups_of_step
+from nemo_rl.algorithms.rollout.batches import age
 from nemo_rl.algorithms.rollout.source import DynamicSampling, FreshRollouts, Group
-from nemo_rl.algorithms.rollout.staleness import age
 from nemo_rl.config import OverlapConfig
 from nemo_rl.data.loader import build_loader
 from nemo_rl.data.streams.prompt_stream import DataExhausted, PromptPosition, PromptStream

@@ -12,8 +12,7 @@ import ray
 import torch
 from rollout_parts import LetterTokenizer
 
-from nemo_rl.algorithms.rollout.batches import build_training_batch, mark_stale
-from nemo_rl.algorithms.rollout.staleness import age, age_metrics
+from nemo_rl.algorithms.rollout.batches import age, age_metrics, build_training_batch, mark_stale
 from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.commands.regrade.replay import replay
 from nemo_rl.commands.regrade.stored_samples import read_samples
@@ -22,7 +21,7 @@ from nemo_rl.data.stored_rows import NUM_STALE, STORED_ROWS, with_tokens
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.branches import Branch
 from nemo_rl.experience.metrics import rollout_metrics
-from nemo_rl.experience.penalties.review import ReviewSettings
+from nemo_rl.experience.penalties import ReviewSettings
 from nemo_rl.experience.progress import SampleProgress, num_stored_tokens
 from nemo_rl.experience.rows import rows_of, rows_per_update
 from nemo_rl.experience.runners.groups import _sent

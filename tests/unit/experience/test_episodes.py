@@ -18,7 +18,7 @@ from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.messages.encoding import encode_text
 from nemo_rl.data.processors import math_hf_data_processor
 from nemo_rl.environments.interfaces import EpisodeStart
-from nemo_rl.experience import closings
+from nemo_rl.experience import samples
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.metrics import rollout_metrics
 from nemo_rl.experience.rollouts import RolloutKey, RolloutLimits, RolloutRunner
@@ -168,7 +168,7 @@ def test_a_sample_does_not_wait_for_its_episode_to_be_closed(loop: EventLoopThre
 def test_a_collection_does_not_wait_for_ever_for_its_episodes_to_be_closed(
     loop: EventLoopThread, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(closings, "CLOSING_S", 0.2)
+    monkeypatch.setattr(samples, "CLOSING_S", 0.2)
     environment, may_close = ScriptedEnvironment(lambda log, meta: graded(1.0)), threading.Event()
 
     async def close_late(metadata: Any) -> None:

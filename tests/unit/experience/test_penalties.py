@@ -15,19 +15,18 @@ import yaml
 from rollout_parts import LetterTokenizer, ScriptedEngine, ScriptedEnvironment, graded, prompts
 
 from nemo_rl.algorithms.rollout.batches import build_training_batch
-from nemo_rl.commands.regrade.penalties import review_again, turn_spans
-from nemo_rl.commands.regrade.replay import Regraded
-from nemo_rl.commands.regrade.report import write_file, write_tables
+from nemo_rl.commands.regrade.replay import Regraded, review_again, turn_spans
+from nemo_rl.commands.regrade.run import write_file, write_tables
 from nemo_rl.commands.regrade.stored_samples import read_samples
 from nemo_rl.config import EffortLevelConfig, RewardPenaltyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.metrics import rollout_metrics, validation_metrics
-from nemo_rl.experience.penalties.review import AnswerReview, ReviewSettings, nothing
-from nemo_rl.experience.penalties.thinking import SampledTurn
+from nemo_rl.experience.penalties import AnswerReview, ReviewSettings, nothing
 from nemo_rl.experience.progress import GroupProgress, SampleProgress
 from nemo_rl.experience.rollouts import RolloutKey, RolloutLimits, RolloutRunner
 from nemo_rl.experience.runners.stored import split
+from nemo_rl.experience.thinking import SampledTurn
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.experience.trajectory_log import TrajectoryLog
 from nemo_rl.models.generation.interfaces import GenerationRequest, ResponseSoFar, SamplingParams

@@ -19,8 +19,7 @@ from runner_parts import SILENCE_S, Workers, make_runner
 
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.rollouts import RolloutKey
-from nemo_rl.experience.runners.client import RemoteRunner
-from nemo_rl.experience.runners.share import ranks_of_runner
+from nemo_rl.experience.runners.client import RemoteRunner, ranks_of_runner
 from nemo_rl.experience.runners.stored import whole
 from nemo_rl.experience.trajectory import Rollouts, Trajectory
 from nemo_rl.models.generation.interfaces import SamplingParams

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.experience.penalties.rules import repeats
+from nemo_rl.experience.penalties import repeats
 
 pytestmark = pytest.mark.fast
 

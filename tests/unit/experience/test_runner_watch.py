@@ -16,9 +16,9 @@ from nemo_rl.environments.workers import supervision
 from nemo_rl.experience.idle_shares import BusySeconds
 from nemo_rl.experience.runners import exchange as exchange_file
 from nemo_rl.experience.runners import groups
+from nemo_rl.experience.runners.client import RunnerShare
 from nemo_rl.experience.runners.exchange import GroupExchange
 from nemo_rl.experience.runners.groups import FinishedGroups, GroupError, OpenGroups
-from nemo_rl.experience.runners.share import RunnerShare
 from nemo_rl.experience.trajectory import Rollouts
 from nemo_rl.utils.errors import WorkerDiedError
 

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from nemo_rl.config import RewardPenaltyConfig
-from nemo_rl.experience.penalties.review import ReviewSettings
-from nemo_rl.experience.penalties.rules import EmptyFinalAnswer, MalformedThinkTag, repeats
-from nemo_rl.experience.penalties.thinking import TextTags, TokenTags, sampled_turns, thinking_reader
+from nemo_rl.experience.penalties import EmptyFinalAnswer, MalformedThinkTag, ReviewSettings, repeats
+from nemo_rl.experience.thinking import TextTags, TokenTags, sampled_turns, thinking_reader
 from nemo_rl.utils.errors import ConfigError
 
 pytestmark = pytest.mark.fast

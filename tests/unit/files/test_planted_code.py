@@ -17,7 +17,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from nemo_rl.config import TokenizerConfig
 from nemo_rl.data.datasets.hub import _load_hub
 from nemo_rl.data.tokenizer import get_tokenizer
-from nemo_rl.environments.grading.process import GradingProcess
+from nemo_rl.environments.grading.pool import GradingProcess
 from nemo_rl.evals.records import _whole_prompts
 from nemo_rl.files.safe_checkpoint import read_metadata
 from nemo_rl.files.safe_load import load_plain
@@ -183,7 +183,7 @@ def test_modules_of_the_current_folder_replace_none(hostile_folder, command):
 def test_a_grading_process_runs_nothing_of_the_current_folder(hostile_folder, monkeypatch):
     monkeypatch.chdir(hostile_folder)
     monkeypatch.setattr(sys, "path", [*sys.path, str(hostile_folder)])  # as programs of the library do
-    process = GradingProcess("nemo_rl.environments.grading.boxed.grade_plain_number", 4096)
+    process = GradingProcess("nemo_rl.environments.grading.final_answer.grade_plain_number", 4096)
     process.wait_ready(60)
     process.kill()
     assert not list(hostile_folder.parent.glob("RAN_*"))

@@ -8,7 +8,7 @@ import pytest
 import ray
 
 from nemo_rl.algorithms.credit.advantages import make_advantage_estimator
-from nemo_rl.algorithms.setup import memory_check
+from nemo_rl.algorithms.setup import memory_forecast
 from nemo_rl.algorithms.setup.memory_forecast import DEFAULT_GPU_GB, device_bytes
 from nemo_rl.commands.dry_run import describe
 from nemo_rl.config import (
@@ -58,7 +58,7 @@ PUBLISHED = {
 
 @pytest.fixture(autouse=True)
 def no_gpu_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_check, "gpu_bytes", lambda: None)
+    monkeypatch.setattr(memory_forecast, "gpu_bytes", lambda: None)
 
 
 def recipe_of(name: str, *overrides: str) -> Any:
@@ -212,7 +212,7 @@ def test_evaluations_and_cpus_have_dry_runs() -> None:
 def test_what_a_gpu_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """As described, else as it is here, else 80 GiB."""
     assert device_bytes(ClusterConfig.build()) == DEFAULT_GPU_GB * GIB
-    monkeypatch.setattr(memory_check, "gpu_bytes", lambda: 24.0 * GIB)
+    monkeypatch.setattr(memory_forecast, "gpu_bytes", lambda: 24.0 * GIB)
     assert device_bytes(ClusterConfig.build()) == 24 * GIB
     assert device_bytes(ClusterConfig.build(gpu_memory_gb=141)) == 141 * GIB
     monkeypatch.setenv("RAY_ADDRESS", "elsewhere")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nemo_rl.commands.regrade.replay import Regraded, replay_all
-from nemo_rl.commands.regrade.report import is_changed, refuse_existing, write_file, write_tables
+from nemo_rl.commands.regrade.run import is_changed, refuse_existing, write_file, write_tables
 from nemo_rl.commands.regrade.stored_samples import StoredSample, read_samples, sample_files
 from nemo_rl.environments.interfaces import EpisodeStart, StepResult
 from nemo_rl.utils.errors import ConfigError, DataError

@@ -10,12 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.commands.replay.compare import compare
-from nemo_rl.commands.replay.configuration import configuration, configuration_notes
-from nemo_rl.commands.replay.findings import Comparison, Stage
+from nemo_rl.commands.replay.compare import compare, configuration, configuration_notes
+from nemo_rl.commands.replay.findings import (
+    Comparison,
+    Stage,
+    Tolerances,
+    chosen,
+    circumstances,
+    code_notes,
+    factor_of,
+    tolerances,
+)
 from nemo_rl.commands.replay.records import Step
-from nemo_rl.commands.replay.report import write_text
-from nemo_rl.commands.replay.tolerances import Tolerances, chosen, circumstances, code_notes, factor_of, tolerances
+from nemo_rl.commands.replay.run import write_text
 from nemo_rl.config.rules.resume import ChangedKey
 from nemo_rl.models.policy.update_records import UpdateRecord
 from nemo_rl.models.training.fingerprints import fingerprint

@@ -12,8 +12,7 @@ from stored_run import row, write_run
 from nemo_rl.commands.report.page import as_json
 from nemo_rl.commands.report.run_files import RunFiles, find_run
 from nemo_rl.commands.report.run_view import RunView
-from nemo_rl.commands.report.sample_index import SampleIndex
-from nemo_rl.commands.report.sample_query import SampleQuery
+from nemo_rl.commands.report.samples import SampleIndex, SampleQuery
 from nemo_rl.commands.report.server import RunServer
 
 HUGE = 10**400

@@ -16,8 +16,7 @@ from nemo_rl.algorithms.setup.run_record import record_run
 from nemo_rl.commands.report.findings import RULES, find
 from nemo_rl.commands.report.run_files import RunFiles, find_run
 from nemo_rl.commands.report.run_view import RunView
-from nemo_rl.commands.report.sample_index import SampleIndex
-from nemo_rl.commands.report.sample_query import SampleQuery
+from nemo_rl.commands.report.samples import SampleIndex, SampleQuery
 from nemo_rl.config import RunConfig
 from nemo_rl.utils.errors import DataError, RunInterruptedError
 

@@ -13,9 +13,9 @@ import pytest
 from attempts import NETWORK
 
 from nemo_rl.sandbox import End, Limits, Program, Sandbox, handover
-from nemo_rl.sandbox.links import with_links
+from nemo_rl.sandbox.handover import relay
 from nemo_rl.sandbox.mechanisms import Mechanism
-from nemo_rl.sandbox.relay import relay
+from nemo_rl.sandbox.plan import with_links
 from nemo_rl.utils.errors import SandboxError
 
 LIMITS = Limits(wall_time_s=20, cpu_time_s=10)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from nemo_rl.sandbox.relay import relay
+from nemo_rl.sandbox.handover import relay
 
 
 @contextlib.contextmanager

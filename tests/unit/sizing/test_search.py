@@ -9,14 +9,11 @@ import pytest
 
 from nemo_rl.algorithms.setup.memory_forecast import forecast_memory
 from nemo_rl.commands.size import proposal
-from nemo_rl.commands.size.candidates import Candidate, candidate_of, layouts
-from nemo_rl.commands.size.costs import update_seconds
-from nemo_rl.commands.size.engines import EngineChoice
-from nemo_rl.commands.size.jobs import Job, with_values
-from nemo_rl.commands.size.machines import chosen_gpu
+from nemo_rl.commands.size.candidates import Candidate, candidate_of, layouts, update_seconds
+from nemo_rl.commands.size.jobs import Job, chosen_gpu, with_values
 from nemo_rl.commands.size.proposal import Proposal, described, propose
-from nemo_rl.commands.size.reasons import reasons
-from nemo_rl.commands.size.search import Search
+from nemo_rl.commands.size.report import reasons
+from nemo_rl.commands.size.search import EngineChoice, Search
 from nemo_rl.config import REPOSITORY_ROOT, MasterConfig, load_config
 from nemo_rl.config.loading.algorithms import ALGORITHMS
 from nemo_rl.utils.errors import ConfigError

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.__main__ import main
-from nemo_rl.commands.size import run, splits
-from nemo_rl.commands.size.machines import Gpu, chosen_gpu
+from nemo_rl.commands.size import proposal, run
+from nemo_rl.commands.size.jobs import Gpu, chosen_gpu
 from nemo_rl.commands.size.proposal import Proposal, described
 from nemo_rl.commands.size.report import needed_overrides, overrides_of, write_file
 from nemo_rl.config import REPOSITORY_ROOT, MasterConfig, SFTMasterConfig, load_config
@@ -51,7 +51,7 @@ def test_a_file_in_a_linked_folder_finds_its_parent(following: Path, tmp_path: P
 def test_missing_data_is_told_before_the_search(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(splits, "propose", lambda *arguments: pytest.fail("searched"))
+    monkeypatch.setattr(proposal, "propose", lambda *arguments: pytest.fail("searched"))
     missing = "data.train=[{dataset_name: ResponseDataset, data_path: /no-such/rows.jsonl}]"
     assert main(["size", str(SFT), missing]) == 2
     assert "/no-such/rows.jsonl" in capsys.readouterr().err
@@ -65,8 +65,8 @@ def test_the_shortage_is_that_of_the_placement(monkeypatch: pytest.MonkeyPatch) 
         asked.append(config.policy.generation.colocated.enabled)  # type: ignore[union-attr]
         return None
 
-    monkeypatch.setattr(splits, "propose", nothing)
-    monkeypatch.setattr(splits, "_MACHINES", (2,))
+    monkeypatch.setattr(proposal, "propose", nothing)
+    monkeypatch.setattr(proposal, "_MACHINES", (2,))
     gpu = chosen_gpu(None, 6.0)
     config = described(load_config(LLAMA, check=False), gpu)
     told = run.shortage_lines("separate", config, gpu, [])
@@ -77,7 +77,7 @@ def test_the_shortage_is_that_of_the_placement(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_error_of_a_backend_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = chosen_gpu("h200", None)
-    monkeypatch.setattr(splits, "_MACHINES", ())
+    monkeypatch.setattr(proposal, "_MACHINES", ())
     config = described(load_config(SFT, schema=SFTMasterConfig), gpu)
     told = run.shortage_lines("as-given", config, gpu, ["the device has no such kernels"])
     assert told[0] == "  the models fit, but a backend refuses them: the device has no such kernels"

@@ -7,14 +7,11 @@ import pytest
 import yaml
 
 from nemo_rl.__main__ import main
-from nemo_rl.commands.size.candidates import Candidate, batching, candidates, layouts, values_of
-from nemo_rl.commands.size.costs import update_seconds
-from nemo_rl.commands.size.jobs import Job, with_values
-from nemo_rl.commands.size.machines import GPUS, chosen_gpu, memory_of
-from nemo_rl.commands.size.proposal import described, propose
-from nemo_rl.commands.size.reasons import reasons
+from nemo_rl.commands.size.candidates import Candidate, batching, candidates, layouts, update_seconds, values_of
+from nemo_rl.commands.size.jobs import GPUS, Job, chosen_gpu, memory_of, with_values
+from nemo_rl.commands.size.proposal import described, placed, propose
+from nemo_rl.commands.size.report import reasons
 from nemo_rl.commands.size.search import Rejected, Search
-from nemo_rl.commands.size.splits import placed
 from nemo_rl.config import REPOSITORY_ROOT, DPOMasterConfig, GRPOMasterConfig, load_config
 from nemo_rl.utils.errors import ConfigError
 

@@ -43,8 +43,8 @@ from stand_ins import EngineSpeed, LogNormal, OneToken, SimulatedEngines, Simula
 from virtual_time import VirtualLoop
 
 from nemo_rl.algorithms.rollout.ahead import AheadRollouts
+from nemo_rl.algorithms.rollout.batches import check_staleness
 from nemo_rl.algorithms.rollout.source import FreshRollouts, RolloutSource
-from nemo_rl.algorithms.rollout.staleness import check_staleness
 from nemo_rl.config import OverlapConfig
 from nemo_rl.data.loader import build_loader
 from nemo_rl.data.streams.prompt_stream import PromptStream

@@ -1,4 +1,4 @@
-r"""Decide whether a final answer equals the ground truth; the rules are in docs/environments/environments.md.
+"""Decide whether a final answer equals the ground truth; the rules are in docs/environments/environments.md.
 
     clean both ─► equal text ─► words, times, ratios, bases ─► lists, sets, intervals, matrices: part by part
                ─► equations ─► units ─► exact numbers ─► sympy
@@ -8,20 +8,262 @@ Invariant: an answer is equal, different, or cannot be compared, which raises.
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from fractions import Fraction
 
 from nemo_rl.environments.grading.comparison import symbolic
-from nemo_rl.environments.grading.comparison.numbers import Number, equal_numbers, read_number
-from nemo_rl.environments.grading.comparison.parts import compare_collections, compare_matrices
-from nemo_rl.environments.grading.comparison.text import MAX_DEPTH, clean, closing, split_top, squeezed, without_text
-from nemo_rl.environments.grading.comparison.units import DEGREE, PERCENT, RADIAN, Unit, read_unit, split_unit
+from nemo_rl.environments.grading.comparison.numbers import (
+    DEGREE,
+    PERCENT,
+    RADIAN,
+    Number,
+    Unit,
+    equal_numbers,
+    read_number,
+    read_unit,
+    split_unit,
+)
+from nemo_rl.environments.grading.comparison.text import (
+    MAX_DEPTH,
+    clean,
+    closing,
+    split_top,
+    squeezed,
+    with_commas,
+    without_text,
+)
 from nemo_rl.environments.grading.comparison.words import (
     Same,
     compare_bases,
     compare_ratios,
     compare_times,
     compare_words,
+    plain_words,
 )
+
+MAX_PARTS = 100
+"""Most parts of an answer that are compared."""
+
+LIST, SET, UNION = ",", r"\{\}", r"\cup"
+
+_MATRIX = re.compile(r"\\begin\{([bpvBV]?matrix|array)\}(?:\{[lcr| ]{0,20}\})?")
+_MEMBER = re.compile(r"\s*([A-Za-z](?:_\{?\w\}?)?)\s*\\in\s+(.+)", re.DOTALL)
+_BUILDER = re.compile(
+    r"\\\{\s?[a-z]\s?(?:\\in\s?\\mathbb\s?\{?R\}?)?\s?(?:\\mid(?![A-Za-z])|[|:])\s?([^{}]{1,200})\\\}", re.DOTALL
+)
+_RELATION = re.compile(r"\\le |\\ge |<|>")
+_SIGNS = re.compile(r"\\(pm|mp)(?![A-Za-z])")
+_VARIABLE = re.compile(r"\\?[A-Za-z]+(?:_\{?\w{1,5}\}?|'|\(\\?[A-Za-z]{1,5}\))*")
+_SPACED_COMMA = re.compile(r",(?!\s)(?=\d{3}(?!\d))")
+
+
+@dataclass(frozen=True)
+class Collection:
+    """An answer with several parts."""
+
+    kind: str
+    """`LIST`, `SET`, `UNION`, or the brackets around it, such as "[)"."""
+    parts: list[str]
+    """Its parts in order."""
+
+
+def read_collection(text: str) -> Collection | None:
+    """Read a list, a set, a tuple or an interval; None if the answer is a single value."""
+    if r"\cup" in text:
+        parts = [part.strip() for part in _split_word(text, r"\cup")]
+        if len(parts) > 1:
+            return Collection(UNION, parts)
+    inside = _inside(text, r"\{", r"\}")
+    if inside is not None and not re.search(r"\\mid|[|:]|\\in ", inside):
+        return Collection(SET, _commas(inside))
+    if text[:1] in ("(", "[") and closing(text, 0) == len(text) - 1:
+        parts = _commas(text[1:-1])
+        return Collection(text[0] + text[-1], parts) if len(parts) > 1 else None
+    if read_number(split_unit(text)[0]) is not None or r"\begin" in text:
+        return None
+    parts = split_top(_listed(text), ",;")
+    return Collection(LIST, [part for part in parts if part]) if len(parts) > 1 else None
+
+
+def _listed(text: str) -> str:
+    """Return a text with commas for "and"; thousands lose their commas if others are followed by a space."""
+    text = with_commas(text)
+    return _SPACED_COMMA.sub("", text) if ", " in text and re.search(r"\d, ", text) else text
+
+
+def _inside(text: str, opening: str, ending: str) -> str | None:
+    if not text.startswith(opening) or not text.endswith(ending) or text.count(opening) != 1:
+        return None
+    return text[len(opening) : -len(ending)]
+
+
+def _commas(text: str) -> list[str]:
+    return split_top(_listed(text), ",;")
+
+
+def _split_word(text: str, word: str) -> list[str]:
+    parts, start = [], 0
+    place = text.find(word)
+    while place >= 0:
+        head = text[start:place]
+        if head.count("(") + head.count("[") == head.count(")") + head.count("]"):
+            parts.append(head)
+            start = place + len(word)
+        place = text.find(word, place + len(word))
+    return [*parts, text[start:]]
+
+
+def compare_collections(truth: str, answer: str, same: Same) -> bool | None:
+    """Compare two answers of several parts; None if neither has several."""
+    truth, answer = _without_name(truth), _without_name(answer)
+    signed = r"\pm" in truth or r"\pm" in answer
+    first = read_collection(_with_both_signs(truth)) or _interval(truth, answer)
+    second = read_collection(_with_both_signs(answer)) or _interval(answer, truth)
+    if first is None and second is None:
+        return None
+    if first is None or second is None:
+        known, other = (first, answer) if second is None else (second, truth)
+        assert known is not None, "one of them is a collection"
+        is_alone = known.kind == SET and len(known.parts) == 1 and not signed
+        return same(known.parts[0], other) if is_alone else False
+    if max(len(first.parts), len(second.parts)) > MAX_PARTS:
+        raise ValueError(f"an answer with more than {MAX_PARTS} parts cannot be compared")
+    return _equal_collections(first, second, same)
+
+
+def _equal_collections(first: Collection, second: Collection, same: Same) -> bool:
+    if SET in (first.kind, second.kind) and {first.kind, second.kind} <= {SET, LIST}:
+        return _equal_unordered(_distinct(first.parts, same), _distinct(second.parts, same), same)
+    if len(first.parts) != len(second.parts):
+        return False
+    if first.kind == second.kind and first.kind in (LIST, UNION):
+        if _are_named(first.parts) is not _are_named(second.parts):
+            return _equal_ordered(first.parts, second.parts, same)
+        return _equal_unordered(first.parts, second.parts, same)
+    is_listed = first.kind == LIST and second.kind in ("()", "[]")
+    if first.kind == second.kind or is_listed or (first.kind == "()" and second.kind == LIST):
+        return _equal_ordered(first.parts, second.parts, same)
+    return False
+
+
+def _equal_ordered(first: list[str], second: list[str], same: Same) -> bool:
+    return all(same(one, other) for one, other in zip(first, second, strict=True))
+
+
+def _equal_unordered(first: list[str], second: list[str], same: Same) -> bool:
+    """Return whether the parts can be paired."""
+    if len(first) != len(second):
+        return False
+    rest = list(second)
+    for part in first:
+        match = next((other for other in rest if squeezed(other) == squeezed(part)), None)
+        match = match or next((other for other in rest if same(part, other)), None)
+        if match is None:
+            return False
+        rest.remove(match)
+    return True
+
+
+def _distinct(parts: list[str], same: Same) -> list[str]:
+    distinct: list[str] = []
+    for part in parts:
+        if not any(same(part, other) for other in distinct):
+            distinct.append(part)
+    return distinct
+
+
+def _are_named(parts: list[str]) -> bool:
+    """Return whether the parts give values to different names, such as x=1 and y=2."""
+    names = [name.strip() for part in parts if (name := part.partition("=")[0]) != part]
+    return len(names) == len(parts) and len(set(names)) > 1
+
+
+def _without_name(text: str) -> str:
+    r"""Return S of "x \in S", and what follows "x =" if it has several parts."""
+    builder = _BUILDER.fullmatch(text)
+    if builder is not None:
+        return builder[1].strip()
+    member = _MEMBER.fullmatch(text)
+    if member is not None:
+        return member[2].strip()
+    name, equals, rest = text.partition("=")
+    if equals and "=" not in rest and _VARIABLE.fullmatch(squeezed(name)) and _SIGNS.search(rest):
+        return rest.strip()
+    if equals and "=" not in rest and read_collection(rest.strip()) is not None:
+        tuple_name = name.strip()
+        if tuple_name.startswith("(") or _VARIABLE.fullmatch(squeezed(tuple_name)):
+            return rest.strip()
+    return text
+
+
+def _with_both_signs(text: str) -> str:
+    r"""Write each part with \pm as two parts."""
+    if _SIGNS.search(text) is None:
+        return text
+    written = []
+    for part in split_top(with_commas(text), ",;"):
+        if _SIGNS.search(part) is None:
+            written.append(part)
+            continue
+        written += [_SIGNS.sub(_sign_of(upper), part).strip().removeprefix("+").strip() for upper in ("pm", "mp")]
+    return ", ".join(written)
+
+
+def _sign_of(plus: str) -> Callable[[re.Match[str]], str]:
+    """Return a replacement by "+" for one of the two commands, and by "-" for the other."""
+    return lambda sign: "+" if sign[1] == plus else "-"
+
+
+def _interval(text: str, other: str) -> Collection | None:
+    """Return the interval of an inequality, if the other answer is an interval or an inequality of the same name."""
+    found = _named_interval(text)
+    if found is None:
+        return None
+    named = _named_interval(other)
+    if named is not None:
+        return found[1] if named[0] == found[0] else None
+    return found[1] if other[:1] in ("(", "[") and read_collection(other) is not None else None
+
+
+def _named_interval(text: str) -> tuple[str, Collection] | None:
+    parts = [part.strip() for part in _RELATION.split(text)]
+    signs = [sign.strip() for sign in _RELATION.findall(text)]
+    names = [place for place, part in enumerate(parts) if re.fullmatch(r"[A-Za-z](?:_\{?\w\}?)?", part)]
+    if len(parts) not in (2, 3) or len(names) != 1 or (len(parts) == 3 and names != [1]):
+        return None
+    if len(parts) == 3 and len({sign in ("<", r"\le") for sign in signs}) != 1:
+        return None
+    name = parts[names[0]]
+    if signs[0] in (">", r"\ge"):
+        parts, signs = parts[::-1], [{">": "<", r"\ge": r"\le"}[sign] for sign in signs[::-1]]
+    place = parts.index(name)
+    if any(plain_words(part) is not None for part in parts if part != name):
+        return None
+    low = (parts[place - 1], "(" if signs[0] == "<" else "[") if place else (r"-\infty", "(")
+    high = (parts[place + 1], ")" if signs[-1] == "<" else "]") if place + 1 < len(parts) else (r"\infty", ")")
+    return name, Collection(low[1] + high[1], [low[0], high[0]])
+
+
+def compare_matrices(truth: str, answer: str, same: Same) -> bool | None:
+    """Compare matrices and column vectors entry by entry."""
+    first, second = _matrix(truth), _matrix(answer)
+    if first is None or second is None:
+        return None
+    if [len(row) for row in first] != [len(row) for row in second] or sum(map(len, first)) > MAX_PARTS:
+        return False
+    return all(_equal_ordered(one, other, same) for one, other in zip(first, second, strict=True))
+
+
+def _matrix(text: str) -> list[list[str]] | None:
+    start = _MATRIX.match(text)
+    if start is None or start[1] in ("vmatrix", "Vmatrix") or not text.endswith(rf"\end{{{start[1]}}}"):
+        return None
+    body = text[start.end() : -len(rf"\end{{{start[1]}}}")]
+    if r"\begin" in body:
+        return None
+    rows = [row for row in body.split(r"\\") if row.strip()]
+    return [[entry.strip() for entry in row.split("&")] for row in rows]
+
 
 MAX_CHARS = 4000
 """Longest answer that is compared by more than its text."""

@@ -1,14 +1,11 @@
-r"""Read numbers exactly, and compare them by the rule for decimals.
-
-Numbers are integers, decimals, repeating decimals, fractions, mixed numbers and powers of whole numbers. Invariant: a
-number has the exact value of what is written, and reading takes no longer than its text and its size limit allow.
-"""
+"""Read numbers exactly, with their units, and compare them by the rule for decimals."""
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 
-from nemo_rl.environments.grading.comparison.text import MAX_DEPTH, closing
+from nemo_rl.environments.grading.comparison.text import DOLLAR, MAX_DEPTH, closing, without_text
 
 MAX_DIGITS = 4000
 """Digits of the longest number that is read; Python refuses to convert longer ones."""
@@ -179,3 +176,245 @@ def is_close_decimal(decimal: Number, difference: Fraction) -> bool:
     if decimal.decimals is None or decimal.decimals < MIN_DECIMALS or decimal.digits < MIN_DECIMALS:
         return False
     return difference < Fraction(1, 10**decimal.decimals)
+
+
+PERCENT, DEGREE, RADIAN = "percent", "degree", "radian"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A unit."""
+
+    kind: tuple[tuple[str, int], ...]
+    """Its parts with their powers, for example (("length", 2),); units of one kind can be converted."""
+    factor: Fraction = Fraction(1)
+    """Size in the first unit of its kind."""
+    words: frozenset[str] = frozenset()
+    """Thing that is counted, such as "apple", in the singular."""
+
+    @property
+    def name(self) -> str:
+        """Return the kind's name if it is a single one, such as "percent"."""
+        return self.kind[0][0] if len(self.kind) == 1 and self.kind[0][1] == 1 else ""
+
+    def is_like(self, other: "Unit") -> bool:
+        """Return whether both have one kind; what is counted may be described more closely on one side."""
+        is_described = self.words <= other.words or other.words <= self.words
+        return self.kind == other.kind and is_described and bool(self.words) is bool(other.words)
+
+
+_TABLE: dict[str, dict[str, str]] = {
+    "length": {
+        "1": "m meter metre",
+        "1/1000000": "micrometer micron",
+        "1/1000": "mm millimeter millimetre",
+        "1/100": "cm centimeter centimetre",
+        "1/10": "dm decimeter",
+        "1000": "km kilometer kilometre",
+        "0.0254": "in inch inche",
+        "0.3048": "ft foot feet",
+        "0.9144": "yd yard",
+        "1609.344": "mi mile",
+    },
+    "mass": {
+        "1": "kg kilogram kilo",
+        "1/1000": "g gram gm",
+        "1/1000000": "mg milligram",
+        "1000": "tonne",
+        "0.45359237": "lb pound",
+        "0.028349523125": "oz ounce",
+    },
+    "time": {
+        "1": "s sec second",
+        "1/1000": "ms millisecond",
+        "60": "min minute",
+        "3600": "h hr hour",
+        "86400": "day",
+        "604800": "week wk",
+    },
+    "months": {"1": "month", "12": "year yr"},
+    "volume": {"1": "l L liter litre", "1/1000": "ml mL milliliter millilitre", "1/100": "cl cL", "1/10": "dl dL"},
+    DOLLAR: {"1": f"{DOLLAR} dollar usd USD buck", "1/100": "cent ¢"},
+    "euro": {"1": "€ euro eur EUR"},
+    "sterling": {"1": "£ GBP"},
+    "rupee": {"1": "₹ rupee rs Rs INR"},
+    "yen": {"1": "¥ yen JPY"},
+    PERCENT: {"1": "% percent percentage pct"},
+    DEGREE: {"1": "deg degree"},
+    RADIAN: {"1": "rad radian"},
+    "celsius": {"1": "°C celsius"},
+    "fahrenheit": {"1": "°F fahrenheit"},
+    "force": {"1": "N newton"},
+    "energy": {"1": "J joule", "1000": "kJ kilojoule"},
+    "power": {"1": "W watt", "1000": "kW kilowatt"},
+    "voltage": {"1": "V volt"},
+    "current": {"1": "A ampere amp"},
+    "frequency": {"1": "Hz hertz"},
+    "resistance": {"1": "ohm"},
+    "temperature": {"1": "K kelvin"},
+    "unit": {"1": "unit"},
+}
+_KNOWN = {
+    name: (kind, Fraction(factor))
+    for kind, sizes in _TABLE.items()
+    for factor, names in sizes.items()
+    for name in names.split()
+}
+_COMPOUNDS = {"mph": "mi/h", "kmph": "km/h", "kph": "km/h", "cc": "cm^3", "sqm": "m^2", "sqft": "ft^2", "cuft": "ft^3"}
+_NOT_UNITS = {"pi", "and", "or", "to", "if", "mod", "where", "for", "is", "the", "are", "not", "no", "when", "with"}
+_SYMBOLS = rf"{DOLLAR}€£₹¥"
+_LEADING = re.compile(rf"([+-]?)\s*([{_SYMBOLS}])\s*([^{_SYMBOLS}]+)")
+_BRACKETED = re.compile(r"([^()]{1,200}?)\s{0,3}\(([A-Za-z\\][^()]{0,200})\)")
+_ARTICLES = {"of", "the", "a", "an", "in", "for", "each"}
+_POWER_OF_UNIT = re.compile(r"\^\s*(?:\{\s*(-?\d)\s*\}|(-?\d))\s*$")
+_WORDS = re.compile(r"[A-Za-z][A-Za-z.]*(?:(?:\s*/\s*|\s+|-)[A-Za-z][A-Za-z.]*){0,5}")
+_FUNCTION = re.compile(r"\\(?!frac|sqrt|pi)[A-Za-z]")
+_HYPHEN = re.compile(r"(?<=[A-Za-z])-(?=[A-Za-z])")
+_UNIT_TOKEN = re.compile(r"([^\W\d_]+\.?|[%¢€£₹¥＄]|°[CF])\s*(?:\^\s*\{?\s*(-?\d)\s*\}?)?")
+_PREFIX_POWER = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+_SUFFIX_POWER = {"squared": 2, "cubed": 3}
+
+
+def split_unit(text: str) -> tuple[str, Unit | None]:
+    """Return the number's text and its unit; the whole text and None without a unit.
+
+    The number's text is not checked to be a number.
+    """
+    leading = _LEADING.fullmatch(text)
+    if leading is not None:
+        number, unit = split_unit(leading[3].strip())
+        sign = read_unit(leading[2])
+        assert sign is not None, "signs of currencies are in the table"
+        return leading[1] + number, sign if unit is None or unit.kind == sign.kind else None
+    for split in (_in_brackets, _degrees, _text_command, _plain_words):
+        found = split(text)
+        if found is not None:
+            return found
+    return text, None
+
+
+def _in_brackets(text: str) -> tuple[str, Unit | None] | None:
+    """Split a number before words in brackets, as in `51 (trucks)`."""
+    found = _BRACKETED.fullmatch(text)
+    if found is None or read_number(found[1]) is None:
+        return None
+    words = without_text(found[2])
+    return (found[1], read_unit(words)) if len(words) > 3 or _known(words) else None
+
+
+def _degrees(text: str) -> tuple[str, Unit | None] | None:
+    r"""Split `30^\circ`, `30^\circ C`, `30%` and a sign of a currency after the number."""
+    before, mark, after = text.rpartition(r"^\circ")
+    if mark and before.strip() and not _FUNCTION.search(before):
+        letter = without_text(after).strip(" ().")
+        names = {"": "degree", "C": "°C", "F": "°F"}
+        return (before.strip(), read_unit(names[letter])) if letter in names else None
+    if text[-1:] in tuple(f"%¢{_SYMBOLS}") and text[:-1].strip():
+        return text[:-1].strip(), read_unit(text[-1])
+    return None
+
+
+def _text_command(text: str) -> tuple[str, Unit | None] | None:
+    r"""Split a number before `\text{...}`, which may have a power, or other units after it."""
+    start = text.find(r"\text{")
+    if start <= 0:
+        return None
+    number = text[:start].strip().removesuffix(r"\cdot").rstrip()
+    unit = read_unit(without_text(text[start:]))
+    return (number, unit) if unit is not None and number else None
+
+
+def _plain_words(text: str) -> tuple[str, Unit | None] | None:
+    """Split a number from a known unit, or from words after a space."""
+    power = _POWER_OF_UNIT.search(text[-8:])
+    body = text[: len(text) - (len(power[0]) if power else 0)].rstrip()
+    start = len(body)
+    while start and (body[start - 1].isalpha() or body[start - 1] in " ./-¢"):
+        start -= 1
+    tail = body[start:]
+    number, words = text[:start].strip(), tail.strip(" -")
+    if not number or not words or number[-1] not in "0123456789.})" or not _WORDS.fullmatch(words):
+        return None
+    first = re.split(r"[\s./-]", words)[0]
+    spaced = tail[:1] in " -"
+    is_known = first in _COMPOUNDS or _known(first) is not None
+    if power and not is_known:
+        return None
+    if len(first) == 1 and not (spaced and is_known):
+        return None
+    if first.lower() in _NOT_UNITS or not (is_known or (spaced and len(first) > 2)):
+        return None
+    unit = read_unit(words + (power[0] if power else ""))
+    return None if unit is None else (number, unit)
+
+
+def read_unit(text: str) -> Unit | None:
+    """Read a unit, such as "km/h", "square cm" or "apples"; None if the text is no unit."""
+    text = re.sub(r"\bper\b", "/", text.replace(r"\cdot", " ").strip(" ().")).replace("{", "").replace("}", "")
+    kinds: Counter[str] = Counter()
+    words: set[str] = set()
+    factor = Fraction(1)
+    for place, part in enumerate(text.split("/")):
+        read = _product(part, kinds, words, 1 if place == 0 else -1)
+        if read is None:
+            return None
+        factor *= read
+    kind = tuple(sorted((name, power) for name, power in kinds.items() if power))
+    return Unit(kind, factor, frozenset(words)) if kind or words else None
+
+
+def _product(text: str, kinds: Counter[str], words: set[str], sign: int) -> Fraction | None:
+    """Add the powers of a product of units to `kinds`, and return its factor; None if it is no product of units."""
+    factor, next_power = Fraction(1), 1
+    last: tuple[str, Fraction] | None = None
+    tokens = _HYPHEN.sub(" ", text).split()
+    matches = [_UNIT_TOKEN.fullmatch(token) for token in _joined_powers(tokens)]
+    for token in matches:
+        if token is None:
+            return None
+        word = token[1].rstrip(".")
+        name = word.lower()
+        if name in _PREFIX_POWER:
+            next_power = _PREFIX_POWER[name]
+        elif name in _SUFFIX_POWER and last is not None:
+            power = sign * (_SUFFIX_POWER[name] - 1)
+            kinds[last[0]] += power
+            factor *= last[1] ** power
+        elif name in _COMPOUNDS:
+            unit = read_unit(_COMPOUNDS[name])
+            assert unit is not None, "compound units are made of known ones"
+            factor *= unit.factor**sign
+            kinds.update({part: power * sign for part, power in unit.kind})
+        elif (last := _known(word)) is not None:
+            power = sign * int(token[2] or next_power)
+            kinds[last[0]] += power
+            factor *= last[1] ** power
+            next_power = 1
+        elif name not in _ARTICLES:
+            words.add(_singular(name))
+    return factor
+
+
+def _joined_powers(tokens: list[str]) -> list[str]:
+    """Join powers with the unit before them, as in "cm ^2"."""
+    joined: list[str] = []
+    for token in tokens:
+        if token.startswith("^") and joined:
+            joined[-1] += token
+        else:
+            joined.append(token)
+    return joined
+
+
+def _known(word: str) -> tuple[str, Fraction] | None:
+    for name in (word, word.lower() if len(word) > 1 else word):
+        for form in (name, _singular(name) if len(name) > 2 else name):
+            if form in _KNOWN:
+                return _KNOWN[form]
+    return None
+
+
+def _singular(word: str) -> str:
+    if len(word) > 3 and word.endswith("ies"):
+        return word[:-3] + "y"
+    return word[:-1] if len(word) > 2 and word.endswith("s") and not word.endswith("ss") else word

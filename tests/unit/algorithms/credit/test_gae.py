@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_rl.algorithms.credit.gae import CountedTokens, gae, length_adaptive_lambda
+from nemo_rl.algorithms.credit.token_credit import CountedTokens, gae, length_adaptive_lambda
 
 INF = float("inf")
 

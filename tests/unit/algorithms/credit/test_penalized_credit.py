@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.credit.advantages import make_advantage_estimator
-from nemo_rl.algorithms.credit.efforts import effort_penalty
-from nemo_rl.algorithms.credit.fixed_advantages import set_malformed_thinking
+from nemo_rl.algorithms.credit.reward_shaping import effort_penalty
+from nemo_rl.algorithms.credit.turns import set_malformed_thinking
 from nemo_rl.algorithms.grpo import CreditAssignment
 from nemo_rl.algorithms.rollout.batches import build_training_batch
 from nemo_rl.algorithms.rollout.source import DynamicSampling, Group

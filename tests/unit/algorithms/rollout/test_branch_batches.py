@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from nemo_rl.algorithms.rollout.ahead import OpenGroup
 from nemo_rl.algorithms.rollout.batches import RolloutBatches, build_training_batch
-from nemo_rl.algorithms.rollout.open_groups import OpenGroup
 from nemo_rl.algorithms.rollout.source import DynamicSampling, Group, SampledGroups
 from nemo_rl.data.streams.prompt_stream import PromptPosition
 from nemo_rl.experience.branches import Branch

@@ -9,17 +9,17 @@ import pytest
 import torch
 from numbered_prompts import make_stream
 
-from nemo_rl.algorithms.rollout.batches import build_training_batch
-from nemo_rl.algorithms.rollout.refit import Refitter
-from nemo_rl.algorithms.rollout.source import DynamicSampling, Group, SampledGroups
-from nemo_rl.algorithms.rollout.staleness import (
+from nemo_rl.algorithms.rollout.batches import (
     StoredVersion,
     age_metrics,
+    build_training_batch,
     check_staleness,
     num_stale_tokens,
     stale_tokens,
 )
-from nemo_rl.algorithms.rollout.sync_probe import SyncProbe
+from nemo_rl.algorithms.rollout.refit import Refitter
+from nemo_rl.algorithms.rollout.source import DynamicSampling, Group, SampledGroups
+from nemo_rl.algorithms.rollout.sync_setup import SyncProbe
 from nemo_rl.algorithms.runtime.device_sharing import MemorySharing
 from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.algorithms.scoring import PolicyScoring, corrects_staleness, policy_scoring

@@ -10,7 +10,7 @@ import torch
 from tiny_models import TinyShape, make_char_tokenizer, make_tiny_model, save_tiny_checkpoint
 from transformers import PreTrainedModel
 
-from nemo_rl.algorithms.rollout.sync_probe import SyncProbe, suspect_layer
+from nemo_rl.algorithms.rollout.sync_setup import SyncProbe, suspect_layer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.generation.hf.engine import HfEngine
 from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest, GenerationResult, SamplingParams

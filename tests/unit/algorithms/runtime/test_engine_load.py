@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.algorithms.runtime.engine_load import engine_load
+from nemo_rl.algorithms.runtime.throughput import engine_load
 
 pytestmark = pytest.mark.fast
 

@@ -10,10 +10,10 @@ from pydantic import Field
 
 from nemo_rl.algorithms.runtime.device_sharing import MemorySharing, SavedOnDevice, groups_of_models, saved_models
 from nemo_rl.algorithms.runtime.resume_check import check_resume
-from nemo_rl.algorithms.setup import checkpoint_size, placement
+from nemo_rl.algorithms.setup import checkpoint_size, roles
 from nemo_rl.algorithms.setup.checkpoint_size import check_space, checkpoint_sizes
-from nemo_rl.algorithms.setup.placement import place_models
 from nemo_rl.algorithms.setup.preflight import check_added_models
+from nemo_rl.algorithms.setup.roles import place_models
 from nemo_rl.commands.dry_run import describe
 from nemo_rl.config import (
     REPOSITORY_ROOT,
@@ -123,7 +123,7 @@ def test_models_that_share_devices_get_the_same_bundles(monkeypatch: pytest.Monk
         made.append((name, nodes, per_node, groups))
         return name
 
-    monkeypatch.setattr(placement, "_reserve", reserve)
+    monkeypatch.setattr(roles, "_reserve", reserve)
     config = three(
         *GPUS,
         "critic.colocated.enabled=false",

@@ -17,9 +17,8 @@ from fake_endpoint import FakeEndpoint
 from gym_parts import EXAMPLE, KEY, metadata, played, row, section
 
 from nemo_rl.agents.nemo_gym import NemoGym
-from nemo_rl.agents.nemo_gym.command import added_config, find_program, overrides
-from nemo_rl.agents.nemo_gym.results import extract_reward_components, read_rollout
-from nemo_rl.agents.nemo_gym.servers import GymServers
+from nemo_rl.agents.nemo_gym.environment import extract_reward_components, read_rollout
+from nemo_rl.agents.nemo_gym.servers import GymServers, added_config, find_program, overrides
 from nemo_rl.agents.programs.interfaces import AgentError
 from nemo_rl.config.schema.agents import NemoGymConfig
 from nemo_rl.utils.errors import ConfigError

@@ -10,8 +10,7 @@ from nemo_rl.config.schema.env import CodeEnvironmentConfig
 from nemo_rl.data.datasets.response_datasets import load_response_dataset
 from nemo_rl.data.datasets.setup import setup_response_data
 from nemo_rl.data.tokenizer import get_tokenizer
-from nemo_rl.kits.code.grading import Grader
-from nemo_rl.kits.code.tests import parse_tests
+from nemo_rl.kits.code.grading import Grader, parse_tests
 from nemo_rl.sandbox import Limits, Sandbox, why_unavailable
 from nemo_rl.sandbox.mechanisms import IN_ORDER
 from nemo_rl.utils.errors import DataError

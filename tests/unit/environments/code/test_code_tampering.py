@@ -5,8 +5,7 @@ All run with the first mechanism of this machine; `tests/unit/sandbox` covers wh
 
 import pytest
 
-from nemo_rl.kits.code.grading import Grader
-from nemo_rl.kits.code.tests import CallTests, OutputTests
+from nemo_rl.kits.code.grading import CallTests, Grader, OutputTests
 from nemo_rl.sandbox import Limits, Sandbox, choose_mechanism
 from nemo_rl.utils.errors import SandboxError
 

@@ -11,8 +11,7 @@ from mutants import mutants
 
 from nemo_rl.config.base.paths import REPOSITORY_ROOT
 from nemo_rl.data.datasets.response_datasets import load_response_dataset
-from nemo_rl.kits.code.grading import Grader
-from nemo_rl.kits.code.tests import CallTests, parse_tests
+from nemo_rl.kits.code.grading import CallTests, Grader, parse_tests
 from nemo_rl.sandbox import Limits, Sandbox, why_unavailable
 from nemo_rl.sandbox.mechanisms import IN_ORDER
 

@@ -7,8 +7,7 @@ import pytest
 from solutions_by_hand import RIGHT, WRONG
 
 from nemo_rl.data.datasets.rows.program_tests import reason_against
-from nemo_rl.kits.code.grading import Grader
-from nemo_rl.kits.code.tests import CallTests
+from nemo_rl.kits.code.grading import CallTests, Grader
 from nemo_rl.sandbox import Limits, Sandbox, why_unavailable
 from nemo_rl.sandbox.mechanisms import IN_ORDER
 

@@ -5,13 +5,17 @@ from collections import Counter
 
 import pytest
 
-from nemo_rl.kits.games.blackjack import BlackjackEnv, BlackjackGame, hand_value, is_held_out, situation
-from nemo_rl.kits.games.blackjack_values import (
+from nemo_rl.kits.games.blackjack import (
+    BlackjackEnv,
+    BlackjackGame,
     Hands,
     expected_reward,
+    hand_value,
     hit_value,
+    is_held_out,
     optimal_policy,
     random_policy,
+    situation,
     stand_value,
     starts,
 )

@@ -8,8 +8,15 @@ import torch
 
 from nemo_rl.config.schema.kits import SlidingPuzzleBoard
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.kits.games.references import random_solve_rate, shortest_solution, solution_lengths
-from nemo_rl.kits.games.sliding_puzzle import SlidingPuzzleEnv, SlidingPuzzleGame, SlidingPuzzleGameLogic, is_held_out
+from nemo_rl.kits.games.sliding_puzzle import (
+    SlidingPuzzleEnv,
+    SlidingPuzzleGame,
+    SlidingPuzzleGameLogic,
+    is_held_out,
+    random_solve_rate,
+    shortest_solution,
+    solution_lengths,
+)
 from nemo_rl.utils.errors import ConfigError
 
 BOARD = SlidingPuzzleBoard.build(size=3, shuffle_moves=6, min_shuffle_moves=1)

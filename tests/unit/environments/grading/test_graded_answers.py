@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.environments.grading.boxed import grade_plain_number
 from nemo_rl.environments.grading.dapo import normalize_answer, verify_final_answer
-from nemo_rl.environments.grading.final_answer import final_answer, find_boxes
+from nemo_rl.environments.grading.final_answer import final_answer, find_boxes, grade_plain_number
 from nemo_rl.environments.grading.hf_math_verify import verify_math, verify_math_components
 from nemo_rl.environments.grading.multichoice import verify_english, verify_multilingual
 

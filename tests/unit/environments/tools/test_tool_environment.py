@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from nemo_rl.algorithms.credit.fixed_advantages import set_invalid_tool_calls
+from nemo_rl.algorithms.credit.turns import set_invalid_tool_calls
 from nemo_rl.data.messages.observations import ObservationRenderer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.trajectory import Trajectory

@@ -7,10 +7,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from nemo_rl.data.tokenizer import get_tokenizer
-from nemo_rl.kits.tools.parsing.template import choose_parser, looks_like_a_call, rendered_calls, response_text
-from nemo_rl.kits.tools.parsing.vllm import CallParser, ReasoningReader, ToolCall
-from nemo_rl.kits.tools.schema import spec_of
-from nemo_rl.kits.tools.sources.found import find_tools
+from nemo_rl.kits.tools.found import find_tools
+from nemo_rl.kits.tools.interfaces import spec_of
+from nemo_rl.kits.tools.template import choose_parser, looks_like_a_call, rendered_calls, response_text
+from nemo_rl.kits.tools.vllm import CallParser, ReasoningReader, ToolCall
 from nemo_rl.utils.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[4]

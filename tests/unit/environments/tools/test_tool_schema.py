@@ -3,8 +3,8 @@
 import pytest
 import tools_for_tests
 
-from nemo_rl.kits.tools.schema import spec_of
-from nemo_rl.kits.tools.sources.found import find_tools
+from nemo_rl.kits.tools.found import find_tools
+from nemo_rl.kits.tools.interfaces import spec_of
 from nemo_rl.utils.errors import ConfigError
 
 DIVIDE = spec_of(tools_for_tests.divide, "divide")

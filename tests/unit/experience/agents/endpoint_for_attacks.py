@@ -24,7 +24,7 @@ from nemo_rl.agents.endpoint.server import AgentEndpoint
 from nemo_rl.agents.endpoint.session import AgentSession, CallParts, SessionSettings
 from nemo_rl.config.schema.agents import AgentEndpointConfig
 from nemo_rl.data.messages.content import TextRules
-from nemo_rl.experience.limits import RolloutLimits
+from nemo_rl.experience.trajectory import RolloutLimits
 from nemo_rl.models.generation.interfaces import SamplingParams
 
 TOKENIZER = Path(__file__).parents[3] / "assets/tokenizers/qwen3"

@@ -17,8 +17,7 @@ from transformers import AutoTokenizer
 from nemo_rl.agents.endpoint.server import AgentEndpoint
 from nemo_rl.agents.programs.interfaces import key_of_start
 from nemo_rl.config.schema.agents import AgentEndpointConfig
-from nemo_rl.experience.limits import RolloutLimits
-from nemo_rl.experience.trajectory import Ending, Outcome
+from nemo_rl.experience.trajectory import Ending, Outcome, RolloutLimits
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult
 from nemo_rl.utils.errors import GenerationError, WorkerDiedError
 

@@ -15,8 +15,7 @@ from nemo_rl.agents.endpoint.server import AgentEndpoint
 from nemo_rl.agents.endpoint.session import AgentSession, CallParts, SessionSettings
 from nemo_rl.config.schema.agents import AgentEndpointConfig
 from nemo_rl.data.messages.content import TextRules
-from nemo_rl.experience.limits import RolloutLimits
-from nemo_rl.experience.trajectory import Ending
+from nemo_rl.experience.trajectory import Ending, RolloutLimits
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, SamplingParams, VersionSpan
 from nemo_rl.utils.errors import GenerationError
 from nemo_rl.utils.seed import derive_seed

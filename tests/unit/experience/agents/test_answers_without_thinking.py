@@ -6,7 +6,7 @@ from transformers import AutoTokenizer
 from nemo_rl.agents.endpoint.answers import AnswerReader
 from nemo_rl.agents.endpoint.calls import CallRequest
 from nemo_rl.config import REPOSITORY_ROOT
-from nemo_rl.kits.tools.parsing.vllm import CallParser
+from nemo_rl.kits.tools.vllm import CallParser
 
 TEXT = "The answer is 4."
 

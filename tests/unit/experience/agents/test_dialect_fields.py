@@ -5,8 +5,8 @@ import json
 import pytest
 from dialect_parts import WEATHER, WEATHER_SCHEMA
 
-from nemo_rl.agents.dialects.registry import DIALECT_BY_PATH, DIALECTS
 from nemo_rl.agents.endpoint.calls import ANY_TOOL, CallError
+from nemo_rl.agents.endpoint.server import DIALECT_BY_PATH, DIALECTS
 from nemo_rl.models.generation.interfaces import Grammar
 
 pytestmark = pytest.mark.fast

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.agents.dialects.interface import Dialect
-from nemo_rl.agents.dialects.registry import DIALECT_BY_PATH
+from nemo_rl.agents.endpoint.server import DIALECT_BY_PATH
 
 pytestmark = pytest.mark.fast
 

@@ -7,8 +7,7 @@ import pytest
 from dialect_parts import WEATHER
 
 from nemo_rl.agents.endpoint.calls import ANY_TOOL, CallError, CallRequest
-from nemo_rl.agents.endpoint.forced_calls import form_of_calls, read_calls
-from nemo_rl.agents.endpoint.forms import with_form
+from nemo_rl.agents.endpoint.forms import form_of_calls, read_calls, with_form
 from nemo_rl.models.generation.interfaces import Grammar, SamplingParams
 from nemo_rl.models.generation.registry import ENGINES, grammar_refusal
 

@@ -8,8 +8,8 @@ import pytest
 from dialect_parts import CALL, WEATHER, WEATHER_SCHEMA, App, answer, answer_with_calls, comparable
 from pydantic import TypeAdapter
 
-from nemo_rl.agents.dialects.registry import DIALECT_BY_PATH
 from nemo_rl.agents.endpoint.calls import AnsweredToolCall, CallError
+from nemo_rl.agents.endpoint.server import DIALECT_BY_PATH
 
 anthropic = pytest.importorskip("anthropic")
 httpx2 = pytest.importorskip("httpx2")

@@ -6,8 +6,8 @@ import functools
 import pytest
 from dialect_parts import CALL, SECOND_CALL, WEATHER, App, answer, answer_with_calls
 
-from nemo_rl.agents.dialects.registry import DIALECT_BY_PATH
 from nemo_rl.agents.endpoint.calls import CallError
+from nemo_rl.agents.endpoint.server import DIALECT_BY_PATH
 
 openai = pytest.importorskip("openai")
 httpx2 = pytest.importorskip("httpx2")

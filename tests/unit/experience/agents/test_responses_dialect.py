@@ -7,8 +7,8 @@ import pytest
 from dialect_parts import CALL, WEATHER, App, answer, answer_with_calls
 from pydantic import TypeAdapter
 
-from nemo_rl.agents.dialects.registry import DIALECT_BY_PATH
 from nemo_rl.agents.endpoint.calls import CallError
+from nemo_rl.agents.endpoint.server import DIALECT_BY_PATH
 
 openai = pytest.importorskip("openai")
 httpx2 = pytest.importorskip("httpx2")

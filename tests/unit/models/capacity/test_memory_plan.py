@@ -10,8 +10,8 @@ from architectures import _COMMON, SPECIAL
 from policy_helpers import WeightedNLL, policy_config, random_batch, run_ranks, save_tiny_model
 from transformers import AutoConfig, PretrainedConfig
 
-from nemo_rl.algorithms.setup import memory_check
-from nemo_rl.algorithms.setup.memory_check import log_memory
+from nemo_rl.algorithms.setup import memory_forecast
+from nemo_rl.algorithms.setup.memory_forecast import log_memory
 from nemo_rl.config import REPOSITORY_ROOT, ClusterConfig, PolicyConfig, Role
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.capacity.memory import MemoryPlan, Work, keys_per_token
@@ -207,7 +207,7 @@ def told(caplog: pytest.LogCaptureFixture, policy: PolicyConfig, trains: bool = 
     with caplog.at_level(logging.INFO):
         cluster = ClusterConfig.build(device="cpu", ranks_per_node=2)
         log_memory(
-            cluster, {"policy": Role(policy, trains, keeps_reference=trains)}, memory_check.memory_of_a_rank(cluster)
+            cluster, {"policy": Role(policy, trains, keeps_reference=trains)}, memory_forecast.memory_of_a_rank(cluster)
         )
     return caplog.text
 
@@ -219,12 +219,12 @@ def test_a_run_logs_its_predicted_memory(monkeypatch: pytest.MonkeyPatch, caplog
     for kind in ("weights", "reference weights", "optimizer state", "activations", "gathered weights"):
         assert f"  {kind}" in text
     assert "WARNING" not in text and "optimizer state" not in told(caplog, policy, trains=False)
-    monkeypatch.setattr(memory_check, "machine_bytes", lambda: 2 * 0.1 * 2**30)
+    monkeypatch.setattr(memory_forecast, "machine_bytes", lambda: 2 * 0.1 * 2**30)
     assert "policy will need about" in told(caplog, policy) and "of the 0.1 GiB that it has" in caplog.text
     monkeypatch.setenv("RAY_ADDRESS", "somewhere")
     assert "will need about" not in told(caplog, policy)
     monkeypatch.delenv("RAY_ADDRESS")
-    monkeypatch.setattr(memory_check, "machine_bytes", lambda: 2 * 0.001 * 2**30)
+    monkeypatch.setattr(memory_forecast, "machine_bytes", lambda: 2 * 0.001 * 2**30)
     with pytest.raises(ConfigError, match=r"weights and optimizer state of policy take .* of the 0\.001 GiB"):
         told(caplog, policy)
 

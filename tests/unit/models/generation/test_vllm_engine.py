@@ -55,7 +55,7 @@ from vllm_looks import (
     threads_under_load,
 )
 
-from nemo_rl.algorithms.rollout.sync_probe import suspect_layer
+from nemo_rl.algorithms.rollout.sync_setup import suspect_layer
 from nemo_rl.commands.conformance import PROPERTIES, Case, check_property
 from nemo_rl.config import ClusterConfig, PolicyConfig
 from nemo_rl.models.dtensor.checkpoints.model_files import weights_by_name

@@ -7,7 +7,7 @@ import torch
 from policy_helpers import VOCAB, hf_logprobs, hf_logprobs_with_grad, policy_config, process_group, tiny_model
 
 from nemo_rl.agents.endpoint.call_tree import Call, CallTree
-from nemo_rl.agents.endpoint.recording import record
+from nemo_rl.agents.endpoint.player import record
 from nemo_rl.algorithms.rollout.batches import build_training_batch
 from nemo_rl.config import ClippedPGLossConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict

@@ -1,0 +1,273 @@
+"""Penalties: each says in which turns of an answer something is wrong.
+
+Invariant: a penalty sees what the model wrote and nothing else, neither the reward nor other answers, so it says the
+same wherever and whenever an answer is looked at.
+"""
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any, Protocol
+
+from nemo_rl.config import EffortLevelConfig, RewardPenaltyConfig
+from nemo_rl.experience.branches import spans_of_turns
+from nemo_rl.experience.thinking import SampledTurn, ThinkingReader, check_token_ids, sampled_turns, thinking_reader
+from nemo_rl.experience.trajectory import Trajectory
+from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.named_parts import Registry
+
+_WORD = re.compile(r"[぀-ヿ㐀-鿿가-힯]|\w+")
+"""A word, or a character of a script that is written without spaces."""
+_RUN = 8
+"""Words that have to be equal in a row to count as repeated."""
+_FEWEST_WORDS = 40
+"""Words of reasoning below which nothing counts as a repetition."""
+_COPIED = 0.8
+"""Share of the runs of the reasoning that a final answer has, from which on it repeats the reasoning."""
+_REPEATED = 1 / 3
+"""Share of the runs of the reasoning that occur earlier in it, above which it repeats itself."""
+
+
+class RewardPenalty(Protocol):
+    """A penalty; each process that plays rollouts constructs its own object."""
+
+    def offending(self, turns: Sequence[SampledTurn]) -> Collection[int]:
+        """Return the numbers, from 0, of the turns in which something is wrong.
+
+        Args:
+            turns: all sampled turns of one answer.
+        """
+
+
+class MalformedThinkTag:
+    """Thinking tags out of place; see `SampledTurn.malformed`."""
+
+    def offending(self, turns: Sequence[SampledTurn]) -> list[int]:
+        """See `RewardPenalty.offending`."""
+        return [number for number, turn in enumerate(turns) if turn.malformed]
+
+
+class EmptyFinalAnswer:
+    """Nothing but white space and special tokens after the thinking, or thinking that does not end."""
+
+    def offending(self, turns: Sequence[SampledTurn]) -> list[int]:
+        """See `RewardPenalty.offending`."""
+        return [number for number, turn in enumerate(turns) if not turn.final_answer.strip()]
+
+
+class DuplicatedReasoning:
+    """A final answer that repeats the reasoning, or reasoning that repeats itself; see `repeats`."""
+
+    def offending(self, turns: Sequence[SampledTurn]) -> list[int]:
+        """See `RewardPenalty.offending`."""
+        return [number for number, turn in enumerate(turns) if repeats(turn.reasoning, turn.final_answer)]
+
+
+@dataclass(frozen=True)
+class UnwantedTokens:
+    """Tokens that must not be sampled."""
+
+    token_ids: frozenset[int]
+
+    def offending(self, turns: Sequence[SampledTurn]) -> list[int]:
+        """See `RewardPenalty.offending`."""
+        return [number for number, turn in enumerate(turns) if not self.token_ids.isdisjoint(turn.token_ids)]
+
+
+def repeats(reasoning: Sequence[str], final_answer: str) -> bool:
+    """Return whether a final answer repeats its reasoning, or the reasoning repeats itself.
+
+    What is compared are runs of 8 words, without case, punctuation and white space. Reasoning of less than 40 words
+    never counts as repeated. The reasoning repeats itself if more than a third of its runs occur earlier in it. The
+    answer repeats it if it has at least 80 % of the reasoning's runs.
+
+    Args:
+        reasoning: texts of the thinking.
+        final_answer: text after it.
+    """
+    words = _words(" ".join(reasoning))
+    if len(words) < _FEWEST_WORDS:
+        return False
+    runs = _runs(words)
+    different = set(runs)
+    if len(runs) - len(different) > _REPEATED * len(runs):
+        return True
+    return len(different & set(_runs(_words(final_answer)))) >= _COPIED * len(different)
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.casefold())
+
+
+def _runs(words: Sequence[str]) -> list[tuple[str, ...]]:
+    return [tuple(words[start : start + _RUN]) for start in range(len(words) - _RUN + 1)]
+
+
+PENALTIES: Registry[RewardPenalty] = Registry("reward penalty", RewardPenalty)
+"""Penalties of the user's own (`reward_penalties.own`), constructed with their `kwargs`."""
+
+type Review = Callable[[Sequence[Trajectory]], None]
+"""Notes what it finds on the finished samples of a group."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The findings of a review of one answer."""
+
+    penalties: dict[str, list[int]]
+    """For each penalty that is switched on, the turns to which it applies; empty for none."""
+    malformed_thinking: list[tuple[int, int]]
+    """First token and end of each tag that is out of place, as positions in the conversations laid end to end."""
+    num_thinking_tokens: int
+    """Tokens of thinking in all turns."""
+
+
+@dataclass(frozen=True)
+class AnswerReview:
+    """Reviews answers; a `Review`."""
+
+    reader: ThinkingReader
+    """Finds thinking tags."""
+    penalties: Mapping[str, RewardPenalty]
+    """Penalties by name."""
+
+    def __call__(self, samples: Sequence[Trajectory]) -> None:
+        """Review samples that have a reward; the others train nothing."""
+        for sample in samples:
+            if sample.reward is None:
+                continue
+            conversations = [
+                ([token for message in log for token in message["token_ids"].tolist()], spans_of_turns(log))
+                for log in sample.logs
+            ]
+            verdict = self.judge_all(conversations)
+            sample.penalties = verdict.penalties
+            sample.malformed_thinking = verdict.malformed_thinking
+            sample.num_thinking_tokens = verdict.num_thinking_tokens
+
+    def judge(self, token_ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> Verdict:
+        """Review one answer that is one conversation; arguments and errors as in `judge_all`."""
+        return self.judge_all([(token_ids, spans)])
+
+    def judge_all(self, conversations: Sequence[tuple[Sequence[int], Sequence[tuple[int, int]]]]) -> Verdict:
+        """Review one answer.
+
+        Turns are numbered through all conversations of the answer.
+
+        Args:
+            conversations: for each, its whole sequence of tokens, and first token and end of each sampled turn in it.
+
+        Raises:
+            ValueError: a penalty names a turn that does not exist.
+        """
+        turns: list[SampledTurn] = []
+        malformed: list[tuple[int, int]] = []
+        offset = 0
+        for token_ids, spans in conversations:
+            own = sampled_turns(self.reader, token_ids, spans)
+            for turn in own:
+                start = offset + turn.start
+                malformed += [(start + first, start + end) for first, end in turn.malformed]
+            turns += own
+            offset += len(token_ids)
+        return Verdict(self._offending(turns), malformed, sum(turn.num_thinking_tokens for turn in turns))
+
+    def _offending(self, turns: Sequence[SampledTurn]) -> dict[str, list[int]]:
+        found = {name: sorted(set(penalty.offending(turns))) for name, penalty in self.penalties.items()}
+        for name, numbers in found.items():
+            if not all(number in range(len(turns)) for number in numbers):
+                raise ValueError(
+                    f"reward_penalties.own.{name}: offending returned the turns {numbers} of an answer with "
+                    f"{len(turns)}. Return numbers from 0 to {len(turns) - 1}."
+                )
+        return found
+
+
+def nothing(samples: Sequence[Trajectory]) -> None:
+    """Note nothing; the `Review` of a run without penalties."""
+
+
+@dataclass(frozen=True)
+class ReviewSettings:
+    """Settings from which each process that plays rollouts makes its review."""
+
+    penalties: RewardPenaltyConfig = field(default_factory=RewardPenaltyConfig)
+    effort_levels: Mapping[str, EffortLevelConfig] = field(default_factory=dict)
+    """The section `effort_levels`, whose budgets need the number of thinking tokens."""
+    marks_malformed: bool = False
+    """Whether thinking tags that are out of place get their own advantage."""
+
+    def make(self, tokenizer: Any) -> Review:
+        """Build the review.
+
+        Raises:
+            ConfigError: tokens do not exist, or a penalty of the user's own cannot be used.
+        """
+        penalties = self.penalties
+        if not (penalties.built_in or penalties.own or self.effort_levels or self.marks_malformed):
+            return nothing
+        return AnswerReview(thinking_reader(penalties, tokenizer), named_penalties(penalties, tokenizer))
+
+
+def named_penalties(config: RewardPenaltyConfig, tokenizer: Any) -> dict[str, RewardPenalty]:
+    """Build the penalties that are switched on.
+
+    Raises:
+        ConfigError: an unwanted token does not exist or ends each answer, or a class cannot be used.
+    """
+    unwanted = config.ids.unwanted or []
+    if config.penalize_unwanted_tokens:
+        check_token_ids(tokenizer, {"unwanted": unwanted})
+        if tokenizer.eos_token_id in unwanted:
+            raise ConfigError(
+                f"reward_penalties.token_ids.unwanted has {tokenizer.eos_token_id}, the end-of-sequence token, with "
+                "which every finished answer ends. Take it away."
+            )
+    built_in: dict[str, RewardPenalty] = {
+        "duplicated_reasoning": DuplicatedReasoning(),
+        "empty_final_answer": EmptyFinalAnswer(),
+        "malformed_think_tag": MalformedThinkTag(),
+        "unwanted_tokens": UnwantedTokens(frozenset(unwanted)),
+    }
+    own = {
+        name: PENALTIES.make(part.name, f"reward_penalties.own.{name}", part.kwargs)
+        for name, part in config.own.items()
+    }
+    return {name: built_in[name] for name in config.built_in} | own
+
+
+def review_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Compute the metrics of samples, none of them if the run has neither penalties nor levels.
+
+    `penalized_by_<name>` is the share of the reviewed samples to which a penalty applies, `penalized_rate` that of
+    samples to which any applies, `penalized_reward` the mean reward after penalties.
+    """
+    reviewed = [t for t in trajectories if t.num_thinking_tokens is not None]
+    if not reviewed:
+        return {}
+    metrics = {
+        "malformed_thinking_rate": fmean(bool(t.malformed_thinking) for t in reviewed),
+        "mean_thinking_tokens": fmean(t.num_thinking_tokens or 0 for t in reviewed),
+    }
+    names = dict.fromkeys(name for t in reviewed for name in t.penalties)
+    metrics |= {f"penalized_by_{name}": fmean(bool(t.penalties.get(name)) for t in reviewed) for name in names}
+    if names:
+        metrics["penalized_rate"] = fmean(t.is_penalized for t in reviewed)
+        metrics["penalized_reward"] = fmean(t.penalized_reward or 0.0 for t in reviewed)
+    return metrics | _by_effort(reviewed)
+
+
+def _by_effort(reviewed: Sequence[Trajectory]) -> dict[str, float]:
+    """Compute number, reward and lengths of the samples of each level, as `effort/<level>/<name>`."""
+    metrics: dict[str, float] = {}
+    for level in sorted({t.effort for t in reviewed if t.effort is not None}):
+        own = [t for t in reviewed if t.effort == level]
+        found = {
+            "num_samples": float(len(own)),
+            "reward": fmean(t.reward or 0.0 for t in own),
+            "mean_gen_tokens_per_sample": fmean(t.response_length for t in own),
+            "mean_thinking_tokens": fmean(t.num_thinking_tokens or 0 for t in own),
+        }
+        metrics |= {f"effort/{level}/{name}": value for name, value in found.items()}
+    return metrics

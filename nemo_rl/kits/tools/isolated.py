@@ -1,0 +1,169 @@
+"""Tools in processes of their own, which may hang, die, or use all their memory.
+
+    environment ── one JSON line for each call ──► `tool_process`: the object of one episode
+                ◄── one JSON line, of limited length ──
+
+Invariant: a process that misses a deadline is killed with everything it started, and none outlives its episode.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_rl.host.processes import import_path
+from nemo_rl.kits.tools.found import FoundTools
+from nemo_rl.kits.tools.interfaces import OpenTools, ToolOutput, ToolSource
+
+_START_TIMEOUT_S = 60.0
+_CLOSE_TIMEOUT_S = 1.0
+_POLL_S = 0.02
+_ESCAPES = 6
+"""Most bytes of JSON for one byte of text."""
+
+
+class IsolatedTools(ToolSource):
+    """A function or class whose object has a process for each episode.
+
+    Args:
+        found: the function or class.
+        name: its name, under which the process finds it.
+        timeout_s: deadline of a call.
+        max_bytes: longest output.
+        memory_limit_mb: limit of the address space above that after the imports.
+    """
+
+    def __init__(self, found: FoundTools, name: str, *, timeout_s: float, max_bytes: int, memory_limit_mb: int) -> None:
+        self.specs = found.specs
+        self._has_state = found.has_state
+        self._arguments = {
+            "name": name,
+            "kwargs": dict(found.kwargs),
+            "max_bytes": max_bytes,
+            "memory_limit_mb": memory_limit_mb,
+        }
+        self._timeout_s = timeout_s
+
+    async def open(self, metadata: Any) -> OpenTools:
+        """See `ToolSource.open`; a function's process starts with its first call.
+
+        Raises:
+            ToolProcessError: the process did not start, or the class raised.
+        """
+        tools = _OpenIsolated({**self._arguments, "metadata": metadata}, self._timeout_s, self._has_state)
+        if self._has_state:
+            try:
+                await tools.start()
+            except ToolProcessError:
+                await tools.close()
+                raise
+        return tools
+
+
+class ToolProcessError(RuntimeError):
+    """A process of a tool did not start, died or gave no answer in time."""
+
+
+class _OpenIsolated(OpenTools):
+    def __init__(self, arguments: Mapping[str, Any], timeout_s: float, has_state: bool) -> None:
+        self._arguments = arguments
+        self._timeout_s = timeout_s
+        self._has_state = has_state
+        self._process: asyncio.subprocess.Process | None = None
+        self._turn = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Start the process and construct the object in it.
+
+        Raises:
+            ToolProcessError: the process did not start, or the class raised.
+        """
+        python_path, folders = import_path()
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "nemo_rl.kits.tools.tool_process"),
+            *(str(os.getpid()), *folders),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+            limit=_ESCAPES * self._arguments["max_bytes"] + 65536,
+        )
+        greeting = await self._ask(dict(self._arguments), _START_TIMEOUT_S)
+        if "error" in greeting:
+            raise ToolProcessError(greeting["error"])
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> ToolOutput:
+        """See `OpenTools.call`; calls of one episode run one after another."""
+        request = {"tool": name, "arguments": arguments}
+        async with self._turn:
+            try:
+                async with asyncio.timeout(self._timeout_s + _START_TIMEOUT_S):
+                    if self._process is None and not self._has_state:
+                        await self.start()
+                    reply = await self._ask(request, self._timeout_s)
+            except (ToolProcessError, TimeoutError) as error:
+                await self._kill()
+                lost = " Its state is lost." if self._has_state else ""
+                return ToolOutput(f"Error: {name}: {error}{lost}", "timeout" if _is_late(error) else "error")
+        return ToolOutput(reply["error"], "error") if "error" in reply else ToolOutput(reply["output"])
+
+    async def close(self) -> None:
+        """Let the object close itself, for one second, then kill the process and all that it started."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            await _ended(self._process, _CLOSE_TIMEOUT_S)
+        await self._kill()
+
+    async def _ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        if self._process is None or self._process.stdin is None or self._process.stdout is None:
+            raise ToolProcessError("its process has ended.")
+        try:
+            async with asyncio.timeout(timeout_s):
+                self._process.stdin.write(json.dumps(request, default=str).encode() + b"\n")
+                await self._process.stdin.drain()
+                line = await self._line(self._process, self._process.stdout)
+        except TimeoutError as error:
+            raise ToolProcessError(f"gave no answer in {timeout_s:g} s.") from error
+        except (OSError, ValueError) as error:
+            raise ToolProcessError(f"its process wrote something else than an answer ({error}).") from error
+        if not line.endswith(b"\n"):
+            raise ToolProcessError("its process died.")
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+    async def _line(self, process: asyncio.subprocess.Process, answers: asyncio.StreamReader) -> bytes:
+        """Read one line; b"" if the process ends without one, also while a process that it started holds the pipe."""
+        reading = asyncio.ensure_future(answers.readline())
+        ending = asyncio.ensure_future(_ended(process))
+        try:
+            await asyncio.wait([reading, ending], return_when=asyncio.FIRST_COMPLETED)
+            return reading.result() if reading.done() else b""
+        finally:
+            reading.cancel()
+            ending.cancel()
+
+    async def _kill(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await _ended(process, _CLOSE_TIMEOUT_S)
+        if process.stdin is not None:
+            process.stdin.close()
+
+
+async def _ended(process: asyncio.subprocess.Process, timeout_s: float = float("inf")) -> None:
+    """Wait until a process has ended; `Process.wait` also waits for those that hold its pipes."""
+    deadline = time.monotonic() + timeout_s
+    while process.returncode is None and time.monotonic() < deadline:
+        await asyncio.sleep(_POLL_S)
+
+
+def _is_late(error: BaseException) -> bool:
+    return isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError)

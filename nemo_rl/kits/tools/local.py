@@ -1,0 +1,114 @@
+"""Tools that run in the environment's process.
+
+Invariant: a call ends at its deadline. A function that hangs keeps its thread, but delays no other call. Give a tool
+that may hang or die a process of its own (`isolate: true`).
+"""
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, override
+
+from nemo_rl.kits.tools.found import FoundTools
+from nemo_rl.kits.tools.interfaces import OpenTools, ToolOutput, ToolSource, text_of_error, text_of_output
+
+
+class LocalTools(ToolSource):
+    """A function, or a class with an object for each episode or for all.
+
+    Args:
+        found: the function or class.
+        shared: whether all episodes use one object.
+        timeout_s: deadline of a call.
+        max_bytes: longest output.
+    """
+
+    def __init__(self, found: FoundTools, *, shared: bool, timeout_s: float, max_bytes: int) -> None:
+        self.specs = found.specs
+        self._found = found
+        self._shared = shared
+        self._limits = timeout_s, max_bytes
+        self._lock = asyncio.Lock()
+        self._common: _OpenLocal | None = None
+
+    @override
+    async def open(self, metadata: Any) -> OpenTools:
+        if not self._shared:
+            return _OpenLocal(*await _on_thread(lambda: self._found.opened(metadata)), *self._limits)
+        async with self._lock:
+            if self._common is None:
+                self._common = _OpenLocal(*await _on_thread(lambda: self._found.opened(None)), *self._limits)
+        return _Borrowed(self._common)
+
+    async def shutdown(self) -> None:
+        """Close the object that all episodes share."""
+        if self._common is not None:
+            await self._common.close()
+
+
+class _OpenLocal(OpenTools):
+    def __init__(
+        self, methods: Mapping[str, Callable[..., Any]], close: Callable[[], None], timeout_s: float, max_bytes: int
+    ) -> None:
+        self._methods = methods
+        self._close = close
+        self._timeout_s = timeout_s
+        self._max_bytes = max_bytes
+
+    @override
+    async def call(self, name: str, arguments: dict[str, Any]) -> ToolOutput:
+        method, limit = self._methods[name], self._max_bytes
+
+        def called() -> str:
+            return text_of_output(method(**arguments), limit)
+
+        async def awaited() -> str:
+            return text_of_output(await method(**arguments), limit)
+
+        running = awaited() if inspect.iscoroutinefunction(method) else _on_thread(called)
+        try:
+            async with asyncio.timeout(self._timeout_s) as deadline:
+                return ToolOutput(await running)
+        except (Exception, SystemExit) as error:  # boundary: the tool is user code
+            if deadline.expired():
+                return ToolOutput(f"Error: {name} gave no answer in {self._timeout_s:g} s", "timeout")
+            return ToolOutput(text_of_error(error), "error")
+
+    @override
+    async def close(self) -> None:
+        await _on_thread(self._close)
+
+
+class _Borrowed(OpenTools):
+    """An object that outlives the episode."""
+
+    def __init__(self, tools: OpenTools) -> None:
+        self._tools = tools
+
+    @override
+    async def call(self, name: str, arguments: dict[str, Any]) -> ToolOutput:
+        return await self._tools.call(name, arguments)
+
+
+async def _on_thread[T](call: Callable[[], T]) -> T:
+    """Run a function on a daemon thread; the threads of a pool would run out if functions hang."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(give: Callable[[Any], None], value: Any) -> None:
+        if not future.done():
+            give(value)
+
+    def run() -> None:
+        try:
+            outcome, give = call(), future.set_result
+        except BaseException as error:  # boundary: the tool is user code; the caller raises it
+            outcome, give = error, future.set_exception  # type: ignore[assignment]
+            if isinstance(error, StopIteration | KeyboardInterrupt):
+                outcome = RuntimeError(f"{type(error).__name__}: {error}")  # type: ignore[assignment]
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, give, outcome)
+
+    threading.Thread(target=run, daemon=True, name="tool").start()
+    return await future

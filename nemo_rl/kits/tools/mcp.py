@@ -1,0 +1,164 @@
+"""Tools of an MCP server, which is a program that speaks the Model Context Protocol over stdin and stdout.
+
+Each server runs in a task of its own, because the client of the package `mcp` must be entered and left in one task.
+Invariant: every wait has a deadline, and a server is stopped, with everything it started, at the end of its episode or
+of the environment.
+"""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, override
+
+from nemo_rl.kits.tools.interfaces import OpenTools, ToolOutput, ToolSource, ToolSpec, cut_to_bytes, text_of_error
+from nemo_rl.utils.errors import ConfigError
+
+MCP = "mcp"
+"""Name of the entries of servers."""
+START_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 15.0
+
+
+class McpTools(ToolSource):
+    """The tools of one server program.
+
+    Args:
+        command: program and arguments.
+        variables: environment variables of the server.
+        shared: whether all episodes use one server.
+        timeout_s: deadline of a call.
+        max_bytes: longest output.
+
+    Raises:
+        ConfigError: the server does not start, or names no tools.
+    """
+
+    def __init__(
+        self, command: Sequence[str], variables: Mapping[str, str], *, shared: bool, timeout_s: float, max_bytes: int
+    ) -> None:
+        self._command = list(command)
+        self._variables = dict(variables)
+        self._shared = shared
+        self._limits = timeout_s, max_bytes
+        self._lock = asyncio.Lock()
+        self._common: _Server | None = None
+        with ThreadPoolExecutor(1) as thread:  # this thread may run an event loop already
+            self.specs = thread.submit(asyncio.run, self._listed()).result()
+
+    @override
+    async def open(self, metadata: Any) -> OpenTools:
+        if not self._shared:
+            return _OpenMcp(await self._started(), *self._limits, stops=True)
+        async with self._lock:
+            if self._common is None or self._common.has_ended:
+                self._common = await self._started()
+        return _OpenMcp(self._common, *self._limits, stops=False)
+
+    async def shutdown(self) -> None:
+        """Stop the server that all episodes share."""
+        if self._common is not None:
+            await self._common.stop()
+
+    async def _started(self) -> "_Server":
+        server = _Server(self._command, self._variables)
+        await server.start()
+        return server
+
+    async def _listed(self) -> dict[str, ToolSpec]:
+        """Start a server to ask for its tools, and stop it."""
+        what = f"the MCP server {' '.join(self._command)!r}"
+        server = await self._started()
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                listed = (await server.client.list_tools()).tools
+        except Exception as error:  # boundary: the server is another program
+            raise ConfigError(f"{what} does not list its tools: {error!r}.") from error
+        finally:
+            await server.stop()
+        if not listed:
+            raise ConfigError(f"{what} has no tools.")
+        return {tool.name: ToolSpec(tool.name, tool.description or "", tool.input_schema) for tool in listed}
+
+
+class _Server:
+    """One running server with its client."""
+
+    def __init__(self, command: Sequence[str], variables: Mapping[str, str]) -> None:
+        self._command = command
+        self._variables = variables
+        self._closing = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self.client: Any = None
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the server does not run any more."""
+        return self._task is None or self._task.done()
+
+    async def start(self) -> None:
+        """Start the program and connect to it.
+
+        Raises:
+            ConfigError: it does not start, or gives no answer in time.
+        """
+        ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._serve(ready))
+        await asyncio.wait([ready, self._task], timeout=START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+        if ready.done():
+            self.client = ready.result()
+            return
+        reason = f"gave no answer in {START_TIMEOUT_S:g} s"
+        if self._task.done():
+            reason = repr(self._task.exception())
+        await self.stop()
+        raise ConfigError(f"the MCP server {' '.join(self._command)!r} cannot be started: {reason}.")
+
+    async def stop(self) -> None:
+        """Stop the program; kill it if it does not end."""
+        self._closing.set()
+        if self._task is None:
+            return
+        await asyncio.wait([self._task], timeout=_STOP_TIMEOUT_S)
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):  # boundary: the server is another program
+            await self._task
+
+    async def _serve(self, ready: "asyncio.Future[Any]") -> None:
+        from mcp.client import Client
+        from mcp.client.stdio import StdioServerParameters, stdio_client
+
+        program, *arguments = self._command
+        parameters = StdioServerParameters(command=program, args=arguments, env=dict(self._variables))
+        with open(os.devnull, "w", encoding="utf-8") as discarded:
+            async with Client(stdio_client(parameters, errlog=discarded)) as client:
+                ready.set_result(client)
+                await self._closing.wait()
+
+
+class _OpenMcp(OpenTools):
+    def __init__(self, server: _Server, timeout_s: float, max_bytes: int, *, stops: bool) -> None:
+        self._server = server
+        self._timeout_s = timeout_s
+        self._max_bytes = max_bytes
+        self._stops = stops
+
+    @override
+    async def call(self, name: str, arguments: dict[str, Any]) -> ToolOutput:
+        if self._server.has_ended:
+            return ToolOutput(f"Error: {name}: its server has ended.", "error")
+        try:
+            async with asyncio.timeout(self._timeout_s) as deadline:
+                result = await self._server.client.call_tool(name, arguments)
+        except Exception as error:  # boundary: the server is another program
+            if deadline.expired():
+                return ToolOutput(f"Error: {name} gave no answer in {self._timeout_s:g} s", "timeout")
+            return ToolOutput(text_of_error(error), "error")
+        texts = [getattr(part, "text", f"[{part.type}]") for part in result.content]
+        return ToolOutput(cut_to_bytes("\n".join(texts), self._max_bytes), "error" if result.is_error else None)
+
+    @override
+    async def close(self) -> None:
+        if self._stops:
+            await self._server.stop()

