@@ -11,8 +11,7 @@ from nemo_rl.config.base.section import Section
 from nemo_rl.config.loading.load import config_of, load_config, save_resolved
 from nemo_rl.config.loading.overrides import OverridesError
 from nemo_rl.config.rules.broken_rules import report_findings
-from nemo_rl.config.rules.loss import check_loss_options
-from nemo_rl.config.rules.second_models import check_second_models
+from nemo_rl.config.rules.models import check_second_models
 from nemo_rl.config.rules.topology import (
     Role,
     Topology,
@@ -26,7 +25,12 @@ from nemo_rl.config.rules.topology import (
     sharing,
     trained,
 )
-from nemo_rl.config.rules.training import check_advantages, check_reward_scaling, check_reward_shaping
+from nemo_rl.config.rules.training import (
+    check_advantages,
+    check_loss_options,
+    check_reward_scaling,
+    check_reward_shaping,
+)
 from nemo_rl.config.runs.devices import check_device, count_gpus
 from nemo_rl.config.runs.eval import EvalMasterConfig
 from nemo_rl.config.runs.rollouts import (

@@ -6,7 +6,7 @@ from itertools import chain
 from nemo_rl.config.base.names import FEEDBACK_DATASET_NAMES
 from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.rules.data import check_dataset, check_shares, named_entries
-from nemo_rl.config.rules.model import check_backend, check_trainable
+from nemo_rl.config.rules.models import check_backend, check_trainable
 from nemo_rl.config.rules.training import check_lengths, check_shards, check_validation
 from nemo_rl.config.schema.algorithms.supervised import DPOConfig, SupervisedConfig
 from nemo_rl.config.schema.checkpointing import CheckpointingConfig

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from nemo_rl.config.rules.engines import ranks_of_engine
-from nemo_rl.config.rules.number_formats import fp8_row_multiple
+from nemo_rl.config.rules.megatron import fp8_row_multiple
 from nemo_rl.config.schema.algorithms.overlap import OverlapConfig
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.model.parallel import BackendSection

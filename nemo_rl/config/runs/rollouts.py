@@ -9,8 +9,16 @@ from pydantic import Field
 from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.rules.data import check_data, named_entries
 from nemo_rl.config.rules.files import PathKey, tokenizer_paths
-from nemo_rl.config.rules.loss import check_loss
 from nemo_rl.config.rules.megatron import unknown_families
+from nemo_rl.config.rules.models import (
+    Judges,
+    check_distillation_loss,
+    check_judges,
+    check_placements,
+    check_second_models,
+    check_teacher,
+    left_by_judges,
+)
 from nemo_rl.config.rules.named_parts import check_named_parts, check_source_of_distillation, check_venvs
 from nemo_rl.config.rules.overlap import check_one_overlap, check_overlap, check_rollout_runners, check_stale_mismatch
 from nemo_rl.config.rules.rewards import (
@@ -24,15 +32,6 @@ from nemo_rl.config.rules.rewards import (
     left_by_gym,
     unused_environments,
 )
-from nemo_rl.config.rules.second_models import (
-    Judges,
-    check_distillation_loss,
-    check_judges,
-    check_placements,
-    check_second_models,
-    check_teacher,
-    left_by_judges,
-)
 from nemo_rl.config.rules.topology import Role, divide_cluster
 from nemo_rl.config.rules.trackers import check_records
 from nemo_rl.config.rules.training import (
@@ -42,6 +41,7 @@ from nemo_rl.config.rules.training import (
     check_generation,
     check_grpo,
     check_lengths,
+    check_loss,
     check_rewards,
     check_validation,
 )

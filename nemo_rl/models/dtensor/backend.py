@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.config.rules.broken_rules import report_findings
-from nemo_rl.config.rules.model import check_trainable
+from nemo_rl.config.rules.models import check_trainable
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.ranks.placements import held_here
 from nemo_rl.distributed.workers.start_phases import start_phase

@@ -21,7 +21,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.config import PolicyConfig, TimeoutsConfig, VenvConfig, report_findings
-from nemo_rl.config.rules.model import check_backend
+from nemo_rl.config.rules.models import check_backend
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster

@@ -23,7 +23,7 @@ from nemo_rl.config.base.availability import Only
 from nemo_rl.config.base.defaults import is_interpolation
 from nemo_rl.config.base.structure import Slot
 from nemo_rl.config.loading.algorithms import ALGORITHMS
-from nemo_rl.config.rules.model import check_backend
+from nemo_rl.config.rules.models import check_backend
 from nemo_rl.config.schema.model.megatron import MegatronConfig
 from nemo_rl.config.schema.model.parallel import DTensorConfig, TrainingBackendConfig
 from nemo_rl.environments.workers.loading import WORKER_KEYS

@@ -16,7 +16,7 @@ from policy_helpers import (
     tiny_model,
 )
 
-from nemo_rl.config.rules.model import check_trainable
+from nemo_rl.config.rules.models import check_trainable
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.policy.batching import count_valid, shard_batch, training_strategy
 from nemo_rl.models.policy.train_results import join_ranks, train_result
