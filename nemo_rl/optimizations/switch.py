@@ -51,10 +51,17 @@ _ALL = (
         {"ray": "2.60.0"},
     ),
     Optimization(
+        "model_inspection",
+        "vLLM inspects the model's class in the engine's process, not in a new Python process.",
+        "10 seconds of the first start on a machine",
+        ("vllm.py",),
+        {"vllm": "0.32.0"},
+    ),
+    Optimization(
         "engine_threads",
         "An engine with a small model computes on a second thread while a core is free.",
         "43 % more seconds per step at 25 million parameters, none at 1 and 3 million",
-        ("vllm/threads.py",),
+        ("vllm.py",),
         {"vllm": "0.32.0", "torch": "2.13.0"},
     ),
     Optimization(

@@ -1,4 +1,4 @@
-"""Choose how many CPU threads an engine computes on.
+"""Choose how many CPU threads an engine computes on, and inspect its model's class in its own process.
 
 A second thread saves a small model a fourth to a third of its time (measured at 3 and 25 million parameters) while a
 core is free. Where another process needs that core, the model is several times slower, since threads wait for each
@@ -29,6 +29,7 @@ from vllm import _custom_ops
 from vllm.config import ModelConfig
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.models.registry import ModelRegistry
 
 from nemo_rl.host.capacity import usable_cores
 
@@ -193,3 +194,18 @@ def set_threads(count: int) -> None:
     """Compute on a number of threads from now on."""
     if count != torch.get_num_threads():
         _set_num_threads(count)
+
+
+def inspect_here(architectures: Iterable[str]) -> None:
+    """Let vLLM inspect these model classes in this process, before anything asks for their configuration.
+
+    vLLM starts a Python process for each architecture that is new to the machine, to keep CUDA out of the parent
+    process. Without CUDA that process only repeats all imports, 10 s on a fresh machine.
+
+    Args:
+        architectures: names of classes, from the model's configuration; those that vLLM does not know are skipped.
+    """
+    for architecture in architectures:
+        entry = ModelRegistry.models.get(architecture)
+        if entry is not None:
+            ModelRegistry.register_model(architecture, entry.load_model_cls())

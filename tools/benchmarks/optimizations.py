@@ -100,6 +100,8 @@ def measure(size: str, variant: str, repeat: int, arguments: argparse.Namespace)
     """Run one variant to its end."""
     folder = BENCH / "runs" / f"optimizations-{size}-{variant}-{repeat}-{int(time.time())}"
     folder.mkdir(parents=True)
+    if arguments.fresh_cache:
+        os.environ["VLLM_CACHE_ROOT"] = str(folder / "vllm")
     load = os.getloadavg()[0]
     logger.info("%s, variant %s, repeat %d: load average before the start %.1f", size, variant, repeat, load)
     command, metrics = own_command(arguments.workload, size, folder, arguments)
@@ -159,6 +161,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument(
         "--results", type=Path, default=BENCH / "optimizations.jsonl", help="file that runs are kept in"
+    )
+    parser.add_argument(
+        "--fresh-cache", action="store_true", help="give each run an empty cache of vLLM, as on a new machine"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="further overrides of the run")
     return parser.parse_args(arguments)

@@ -55,8 +55,9 @@ from nemo_rl.models.generation.vllm.weights import (
     refusing_non_finite,
     take_reads,
 )
+from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.optimizations.switch import is_on
-from nemo_rl.optimizations.vllm import ThreadChoice, cores_of_each, packing_threads, start_threads
+from nemo_rl.optimizations.vllm import ThreadChoice, cores_of_each, inspect_here, packing_threads, start_threads
 from nemo_rl.utils.errors import GenerationError
 from nemo_rl.weight_sync.parts import Parts
 
@@ -93,6 +94,8 @@ class VllmEngine(SteppedEngine):
         """Build vLLM's engine."""
         keep_own_heads()
         if settings.device == "cpu":
+            if is_on("model_inspection", settings.optimizations):
+                inspect_here(load_model_config(settings.model_name, settings.hf_overrides).architectures or ())
             _take_latent_attention(arguments)
             repair_speculation()
         if hasattr(os, "memfd_create"):

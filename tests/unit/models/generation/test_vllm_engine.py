@@ -6,6 +6,7 @@ sends weights there.
 
 import importlib.util
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +15,7 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -123,6 +125,12 @@ def with_head(folder: Path, noise: float) -> str:
 
 
 @pytest.fixture(scope="module")
+def vllm_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make an empty cache folder, as on a new machine."""
+    return tmp_path_factory.mktemp("vllm")
+
+
+@pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp("checked")
     save_model(folder, MODELS["qwen2 tied"](seed=0))
@@ -130,7 +138,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory, case: Case) -> Iterator[EngineProcess]:
+def engines(tmp_path_factory: pytest.TempPathFactory, vllm_cache: Path, case: Case) -> Iterator[EngineProcess]:
     settings = {}
     for name, make in MODELS.items():
         folder = tmp_path_factory.mktemp("model")
@@ -144,7 +152,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory, case: Case) -> Iterator[En
     settings[AHEAD] = replace(settings[KEPT_CACHE], optimizations="none")
     settings[CHECKED] = make_settings(Path(case.folder), "vllm", load_weights=True)
     settings[CONFIGURED] = configured_settings(settings["qwen2 tied"].model_name)
-    with EngineProcess(settings) as process:
+    with mock.patch.dict(os.environ, {"VLLM_CACHE_ROOT": str(vllm_cache)}), EngineProcess(settings) as process:
         for name in settings:  # a mixture first: vLLM makes its expert groups with the first engine of a process
             process.call(name, "ready")
         yield process
@@ -500,6 +508,11 @@ def test_keys_of_vllm_cfg_reach_vllm(engines):
     for request, result in zip(requests, engines.generate(CONFIGURED, requests), strict=True):
         raw = reference_logprobs(model, request.prompt_token_ids, result.token_ids.tolist(), SamplingParams())
         assert result.logprobs == pytest.approx(raw, abs=1e-3), "raw log-probs do not know of the temperature"
+
+
+def test_no_class_is_inspected_in_another_process(engines, vllm_cache):
+    """vLLM writes the result of such an inspection to a file."""
+    assert not (vllm_cache / "modelinfos").exists()
 
 
 def test_no_temporary_file_remains(engines):
