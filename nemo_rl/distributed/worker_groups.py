@@ -374,7 +374,7 @@ class RayWorkerGroup:
         """Return in one line why `restart_all` is necessary; None if it is not.
 
         If a worker is lost, all are killed, and their lost nodes do not keep other groups from being restarted.
-        Arguments and errors as `workers.ending.find_loss`.
+        Arguments and errors as `workers.lifetime.find_loss`.
         """
         if self._cause_of_death is None and (loss := find_loss(self._slots, silence_is_loss=silence_is_loss)):
             self.end(loss)

@@ -68,13 +68,13 @@ _ALL = (
         "host_allocator",
         "glibc keeps freed memory in processes that repeat their work.",
         "8 % and 38 % more seconds per step at 3 and 25 million parameters, none at 1 million",
-        ("host_allocator.py",),
+        ("process_tuning.py",),
     ),
     Optimization(
         "garbage_collection",
         "Python searches all objects a hundred times less often in runs with many samples a step.",
         "a third of the controller's time from 4,096 samples a step",
-        ("garbage_collection.py",),
+        ("process_tuning.py",),
     ),
 )
 OPTIMIZATIONS: Mapping[str, Optimization] = {each.name: each for each in _ALL}

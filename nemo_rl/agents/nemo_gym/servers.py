@@ -1,6 +1,6 @@
 """The servers of NeMo Gym: start them, find their addresses, and end them.
 
-    first rollout ─► command (below `agents.guard`) ─► head server ─► configuration ─► addresses of agents
+    first rollout ─► command (below `programs.guard`) ─► head server ─► configuration ─► addresses of agents
 
 Invariants: when `close` returns no process that was started here exists, and `guard` ends them where this process
 dies; a failed start is told to each later rollout at once.

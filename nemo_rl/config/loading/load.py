@@ -1,6 +1,6 @@
 """Turns YAML files and overrides into a typed, checked configuration.
 
-Programs call `load_config`. Order: read files (inheritance.py), refuse unknown keys (unknown_keys.py) unless an
+Programs call `load_config`. Order: read files (inheritance.py), refuse unknown keys (key_errors.py) unless an
 override removes them or interpolations read them, merge, fill in the schema's defaults (base/defaults.py), apply
 overrides (overrides.py), resolve interpolations, validate types, fill keys that follow from typed values
 (runs/dependent_keys.py), check keys against each other. Invariant: every error in a configuration is a `ConfigError`

@@ -38,7 +38,7 @@ def start_fault() -> tuple[str, str] | None:
 def ray_folder() -> Path:
     """Return the folder in which a Ray started on this machine keeps sockets, logs and spilled objects.
 
-    Ray lets all users write to it, so its parent is a folder of this user alone (`files.private_folder`).
+    Ray lets all users write to it, so its parent is a folder of this user alone (`files.folders`).
     """
     chosen = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp").absolute()
     own = f"ray-{os.getuid()}"

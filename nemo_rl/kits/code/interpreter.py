@@ -22,7 +22,7 @@ _HEADER_REST = bytes(12)  # flags, and time and size of the source, which are no
 
 @cache
 def source_of(name: str) -> str:
-    """Return the source code of a file of `nemo_rl/environments/code/inside`."""
+    """Return the source code of a file of `nemo_rl/kits/code/inside`."""
     return _ELSEWHERE.get(name, _INSIDE / f"{name}.py").read_text(encoding="utf-8")
 
 

@@ -1,7 +1,7 @@
 """An environment that rewards a conversation with the score of a reward model, and ends the episode.
 
 The model has ranks of its own (`judges.scoring_ranks`); samples whose turns end at about the same time are one forward
-pass (`judges.joined_passes`). Invariant: a reward is the model's score of this conversation; a score that is not
+pass (`judges.scoring_ranks`). Invariant: a reward is the model's score of this conversation; a score that is not
 finite, and a conversation that cannot be scored, are errors of their sample.
 """
 

@@ -69,7 +69,7 @@ READ_FROM_A_DICT = {
     for key in WORKER_KEYS
     if (section, key) != ("NemoGymConfig", "num_workers")
 }
-"""Keys of any environment, which `environments.workers.keys` reads from the section as a dict."""
+"""Keys of any environment, which `environments.workers.loading` reads from the section as a dict."""
 
 REFUSED_BY_A_RULE = {"DTensorConfig.enabled": check_backend}
 """Keys that have one value in every run, because a rule refuses the others."""

@@ -88,7 +88,7 @@ def _requirements() -> list[Requirement]:
 def test_each_file_of_the_package_belongs_to_an_optimization() -> None:
     named = {module for optimization in OPTIMIZATIONS.values() for module in optimization.modules}
     files = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"}
-    assert files == named | {"table.py", "switch.py"}
+    assert files == named | {"switch.py"}
 
 
 def test_the_table_of_the_page_is_current() -> None:

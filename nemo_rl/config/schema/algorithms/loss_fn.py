@@ -1,6 +1,6 @@
 """Keys of `loss_fn` for the policy-gradient family (GRPO, PPO, DAPO, GSPO, CISPO, REINFORCE++).
 
-Rules between keys are in `config.rules.loss`. Invariant: each key only selects a formula.
+Rules between keys are in `config.rules.training`. Invariant: each key only selects a formula.
 """
 
 from typing import Annotated, Literal
