@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from nemo_rl.algorithms.setup.open_policy import OpenPolicy, open_policy
     from nemo_rl.data.chat_batch import chat_batch
     from nemo_rl.losses.invariance import check_invariance
-    from nemo_rl.losses.loss_function import LossInputType, LossType
-    from nemo_rl.losses.token_loss import TokenLoss, token_loss
+    from nemo_rl.losses.loss_function import LossInputType, LossType, TokenLoss, token_loss
 
 __version__ = "0.1.0"
 """As in pyproject.toml, which environments of workers are made from where there is no checkout."""
@@ -23,11 +22,11 @@ _HOMES = {
     "LossInputType": "nemo_rl.losses.loss_function",
     "LossType": "nemo_rl.losses.loss_function",
     "OpenPolicy": "nemo_rl.algorithms.setup.open_policy",
-    "TokenLoss": "nemo_rl.losses.token_loss",
+    "TokenLoss": "nemo_rl.losses.loss_function",
     "chat_batch": "nemo_rl.data.chat_batch",
     "check_invariance": "nemo_rl.losses.invariance",
     "open_policy": "nemo_rl.algorithms.setup.open_policy",
-    "token_loss": "nemo_rl.losses.token_loss",
+    "token_loss": "nemo_rl.losses.loss_function",
 }
 
 __all__ = [

@@ -37,13 +37,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.losses.likelihood import NLLLossFn
 from nemo_rl.losses.loss_function import LossFunction, LossInputType, LossType
+from nemo_rl.losses.supervised import NLLLossFn
 from nemo_rl.models.capacity.memory import Work, microbatch_tokens
-from nemo_rl.models.dtensor.memory_plan import DTensorRank
-from nemo_rl.models.megatron.memory_plan import MegatronRank
+from nemo_rl.models.dtensor.mesh_check import DTensorRank
+from nemo_rl.models.megatron.mesh_check import MegatronRank
 from nemo_rl.models.policy.batching import count_valid, shard_batch, training_strategy
-from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.models.policy.workers.rank import PolicyWorker
 from nemo_rl.models.training.backends import training_backend
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.imports import import_dotted

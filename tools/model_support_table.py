@@ -20,8 +20,8 @@ sys.path[:0] = [str(ROOT / "tools"), str(MODELS_TESTS)]
 from parity.models import ARCHITECTURES  # noqa: E402
 from parity.page import read_table  # noqa: E402
 
-from nemo_rl.models.dtensor.tensor_parallel.plans import OWN, plan_for  # noqa: E402
-from nemo_rl.models.megatron.families import MODEL_TYPES  # noqa: E402
+from nemo_rl.models.dtensor.tensor_plans import OWN, plan_for  # noqa: E402
+from nemo_rl.models.megatron.model.families import MODEL_TYPES  # noqa: E402
 from nemo_rl.utils.errors import ConfigError  # noqa: E402
 
 DEFAULT_PAGE = ROOT / "docs/reference/model-support.md"

@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
 def convert(options: argparse.Namespace) -> int:
     """Export with the options of the command line; return 1 if the export differs from the trained model."""
     # Imported here so that --help does not wait for torch.
-    from nemo_rl.models.dtensor.lora.export import (
+    from nemo_rl.models.dtensor.checkpoints.lora_export import (
         adapter_source,
         export_adapter,
         export_merged,

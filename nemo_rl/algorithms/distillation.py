@@ -24,8 +24,8 @@ from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
 from nemo_rl.config import DistillationConfig, DistillationMasterConfig, PolicyConfig, TokenizerConfig
 from nemo_rl.data.interfaces import TokenizerType
 from nemo_rl.data.tokenizer import get_tokenizer
-from nemo_rl.losses.distillation import DistillationLossFn
 from nemo_rl.losses.loss_function import AnyLossFunction
+from nemo_rl.losses.supervised import DistillationLossFn
 from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.models.policy.interfaces import ScoringModel
 from nemo_rl.models.policy.lm_policy import Policy

@@ -22,7 +22,7 @@ from nemo_rl.config import DPOMasterConfig, Role
 from nemo_rl.data.collate_fn import feedback_collate_fn
 from nemo_rl.data.datasets.setup import setup_feedback_data
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.losses.feedback import KTOLossConfig, KTOLossFn
+from nemo_rl.losses.preference import KTOLossConfig, KTOLossFn
 from nemo_rl.losses.reductions import masked_sum
 from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.models.policy.lm_policy import Policy

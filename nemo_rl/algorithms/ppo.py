@@ -35,8 +35,8 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.rows import rows_per_update
 from nemo_rl.experience.trajectory import Outcome
 from nemo_rl.losses.loss_function import AnyLossFunction, LossFunction
-from nemo_rl.losses.mse_value import MseValueLossFn
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
+from nemo_rl.losses.supervised import MseValueLossFn
 from nemo_rl.models.policy.batching import count_valid
 from nemo_rl.models.policy.interfaces import ScoreOutputSpec, TrainResult, ValueOutputSpec
 from nemo_rl.models.policy.lm_policy import Policy

@@ -18,8 +18,7 @@ from nemo_rl.config import RMConfig, RMMasterConfig
 from nemo_rl.data.datasets.setup import setup_preference_data
 from nemo_rl.data.tokenizer import ensure_distinct_pad_token
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.losses.pair_losses import CentredMargin
-from nemo_rl.losses.preference import PreferenceLossFn
+from nemo_rl.losses.preference import CentredMargin, PreferenceLossFn
 from nemo_rl.utils.seed import set_seed
 
 __all__ = ["MasterConfig", "RMConfig", "RMValidator", "calibration_error", "recipe", "rm_train", "setup"]

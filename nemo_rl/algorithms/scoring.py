@@ -21,8 +21,8 @@ from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.config import PolicyGradientMasterConfig
 from nemo_rl.data.stored_rows import NUM_STALE, NUM_WRITTEN, STORED_ROWS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.losses.divergence import MISMATCH_METRICS
 from nemo_rl.losses.loss_function import LossFunction
-from nemo_rl.losses.mismatch import MISMATCH_METRICS
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
 from nemo_rl.models.policy.interfaces import ScoringModel
 

@@ -9,8 +9,8 @@ from nemo_rl.algorithms.supervised.start import Setup, SupervisedRecipe, collate
 from nemo_rl.config import SFTConfig, SFTMasterConfig
 from nemo_rl.data.collate_fn import sft_collate_fn
 from nemo_rl.data.datasets.setup import setup_sft_data
-from nemo_rl.losses.likelihood import NLLLossFn
 from nemo_rl.losses.loss_function import LossFunction
+from nemo_rl.losses.supervised import NLLLossFn
 from nemo_rl.utils.seed import set_seed
 
 __all__ = ["MasterConfig", "SFTConfig", "recipe", "setup", "sft_train"]

@@ -2,7 +2,7 @@
 
 from nemo_rl.algorithms.credit.group_statistics import calculate_baseline_and_std_per_prompt
 from nemo_rl.data.tokenizer import get_tokenizer
-from nemo_rl.losses.kl import calculate_kl
+from nemo_rl.losses.divergence import calculate_kl
 from nemo_rl.losses.reductions import masked_mean, masked_var
 from nemo_rl.utils.seed import set_seed
 

@@ -74,7 +74,7 @@ ELSEWHERE: dict[str, str] = {
     "nemo_rl.models.generation.vllm.vllm_generation": "import VllmGeneration from nemo_rl.models.generation.vllm",
     "nemo_rl.models.huggingface.common": "packing is in nemo_rl.data.packing, attention over packed rows in "
     "nemo_rl.models.attention",
-    "nemo_rl.utils.flops_tracker": "nemo_rl.models.huggingface.flops counts operations (model_flops) and has the peaks "
+    "nemo_rl.utils.flops_tracker": "nemo_rl.models.huggingface.sizes counts operations (model_flops) and has the peaks "
     "of devices",
     "nemo_rl.utils.nvml": "use nemo_rl.host.machine_load, or torch.cuda",
     "nemo_rl.weight_sync.factory": "refit_policy_generation (nemo_rl.algorithms.grpo) moves weights, "

@@ -45,10 +45,10 @@ from nemo_rl.experience.rollouts import RolloutKey, RolloutRunner
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.host.console_bars import progress_bar
 from nemo_rl.host.stop_signals import DeferredSignals
-from nemo_rl.models.downloads import download_models
 from nemo_rl.models.generation.factory import check_engine_model
 from nemo_rl.models.generation.interfaces import SamplingParams
 from nemo_rl.models.generation.remote.model import ChatModel
+from nemo_rl.models.huggingface.tensor_files import download_models
 from nemo_rl.utils.errors import ConfigError, RunInterruptedError
 
 logger = logging.getLogger(__name__)

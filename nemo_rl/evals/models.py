@@ -21,9 +21,9 @@ from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.rollouts import RolloutLimits
 from nemo_rl.models.generation.factory import engine_settings, make_engines, sampling_params
 from nemo_rl.models.generation.interfaces import GenerationInterface, SamplingParams
+from nemo_rl.models.generation.remote.chats import text_tokenizer
 from nemo_rl.models.generation.remote.check import check_endpoint
 from nemo_rl.models.generation.remote.model import ChatModel
-from nemo_rl.models.generation.remote.text_tokenizer import text_tokenizer
 from nemo_rl.utils.errors import EndpointUnusableError
 
 _UNBOUNDED = 2**40

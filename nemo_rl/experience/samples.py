@@ -39,8 +39,7 @@ from nemo_rl.models.generation.interfaces import (
     VersionSpan,
 )
 from nemo_rl.models.generation.remote.chats import ChatInput
-from nemo_rl.models.generation.responses.continued import joined, rest_of
-from nemo_rl.models.generation.texts import sampled_text
+from nemo_rl.models.generation.responses import joined, rest_of, sampled_text
 from nemo_rl.utils.errors import DataError, NoAnswerError
 from nemo_rl.utils.seed import derive_seed
 from nemo_rl.utils.timer import BusyClock

@@ -4,12 +4,10 @@ Invariant: a loss divides by *global* denominators, so summing it over microbatc
 whole batch.
 """
 
-from nemo_rl.losses.distillation import DistillationLossFn
-from nemo_rl.losses.likelihood import NLLLossFn
 from nemo_rl.losses.loss_function import LossFunction, LossInputType, LossType
-from nemo_rl.losses.mse_value import MseValueLossFn
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
 from nemo_rl.losses.preference import DPOLossConfig, DPOLossFn, PreferenceLossFn
+from nemo_rl.losses.supervised import DistillationLossFn, MseValueLossFn, NLLLossFn
 
 __all__ = [
     "ClippedPGLossFn",

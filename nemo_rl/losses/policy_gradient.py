@@ -20,21 +20,27 @@ from typing import Any
 from torch import Tensor
 
 from nemo_rl.config import ClippedPGLossConfig, check_loss_options, report_findings
-from nemo_rl.losses.kl import calculate_kl
+from nemo_rl.losses.divergence import (
+    after_mask,
+    calculate_kl,
+    mismatch_metrics,
+    sequence_error_metrics,
+    sequence_errors,
+)
 from nemo_rl.losses.loss_function import LossData, LossInputType, LossMetrics, LossType
-from nemo_rl.losses.mismatch import after_mask, mismatch_metrics, sequence_error_metrics, sequence_errors
 from nemo_rl.losses.objectives import (
     ImportanceWeights,
+    PolicyBatch,
     RatioFn,
     clip_ratio,
     make_objective,
+    make_policy_batch,
     make_truncation,
     sequence_mean_ratio,
     sequence_product_weight,
     token_ratio,
     token_weight,
 )
-from nemo_rl.losses.policy_batch import PolicyBatch, make_policy_batch
 from nemo_rl.losses.reductions import (
     masked_max,
     masked_mean,

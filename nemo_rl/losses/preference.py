@@ -1,21 +1,149 @@
-"""Losses on pairs of answers: reward models and direct preference optimisation.
+"""Losses of preferences: pairs of answers (reward models, DPO), and single answers with a label (KTO).
 
-Rows are interleaved: row 2i is the chosen answer of pair i, row 2i + 1 the rejected one. Invariant: a pair counts only
-if both of its rows count (in NeMo RL the chosen row decides), and the number of pairs in the global batch is
-`global_valid_seqs / 2`.
+Losses on pairs of answers: reward models and direct preference optimisation. Rows are interleaved: row 2i is the chosen
+answer of pair i, row 2i + 1 the rejected one. Invariant: a pair counts only if both of its rows count (in NeMo RL the
+chosen row decides), and the number of pairs in the global batch is `global_valid_seqs / 2`.
+
+Losses of one pair of answers, computed from their rewards.
+
+`losses.preference` reduces them over a batch. A variant of DPO is a row of `VARIANTS`: a function of two rewards, and
+whether rewards are averages over tokens and relative to a reference. Invariant: each function is the formula of its
+paper, with m = reward_chosen - reward_rejected; rewards are already multiplied by beta.
+
+The loss of Kahneman-Tversky optimisation, on single answers labelled desirable or undesirable.
+
+`algorithms.kto` prepares its batches. Invariant: values that all rows of the global batch share (the baseline, the
+number of desirable rows) are constant columns of the batch, so the loss does not depend on how the batch was cut.
 
 Legend: `B` = 2P rows, `P` pairs here, `T` predicted positions.
+
+Legend: `P` pairs.
+
+Legend: `B` rows, `T` predicted positions.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from nemo_rl.losses.loss_function import LossData, LossInputType, LossMetrics, LossType
-from nemo_rl.losses.pair_losses import PairLossFn, logistic_pair_loss, make_variant
 from nemo_rl.losses.reductions import masked_sum, safe_divide
-from nemo_rl.utils.errors import DataError
+from nemo_rl.utils.errors import ConfigError, DataError
+
+type PairLossFn = Callable[[Tensor, Tensor], Tensor]
+"""(chosen_P, rejected_P) rewards -> loss_P."""
+
+
+def logistic_pair_loss(chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
+    """`-log sigmoid(chosen - rejected)`: the Bradley-Terry model's negative log-likelihood."""
+    return -logsigmoid(chosen_P - rejected_P)
+
+
+def smoothed_logistic_pair_loss(chosen_P: Tensor, rejected_P: Tensor, *, e: float) -> Tensor:
+    """`-(1 - e) log sigmoid(m) - e log sigmoid(-m)`: conservative DPO, for labels wrong with probability e.
+
+    Mitchell, "A note on DPO with noisy preferences and relationship to IPO" (2023), equation 3.
+    """
+    margin_P = chosen_P - rejected_P
+    return -(1 - e) * logsigmoid(margin_P) - e * logsigmoid(-margin_P)
+
+
+def robust_pair_loss(chosen_P: Tensor, rejected_P: Tensor, *, e: float) -> Tensor:
+    """`(-(1 - e) log sigmoid(m) + e log sigmoid(-m)) / (1 - 2e)`: unbiased under noise, arXiv 2403.00409."""
+    margin_P = chosen_P - rejected_P
+    return (-(1 - e) * logsigmoid(margin_P) + e * logsigmoid(-margin_P)) / (1 - 2 * e)
+
+
+def ipo_pair_loss(chosen_P: Tensor, rejected_P: Tensor, *, beta: float) -> Tensor:
+    """`(m / beta - 1 / (2 beta))^2` on mean log-ratios, arXiv 2310.12036, equation 17."""
+    return ((chosen_P - rejected_P) / beta - 1 / (2 * beta)) ** 2
+
+
+def hinge_pair_loss(chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
+    """`max(0, 1 - m)`: SLiC, arXiv 2305.10425, on DPO's rewards."""
+    return torch.relu(1 - (chosen_P - rejected_P))
+
+
+def margin_pair_loss(chosen_P: Tensor, rejected_P: Tensor, *, margin: float) -> Tensor:
+    """`-log sigmoid(m - margin)`: SimPO, arXiv 2405.14734, equation 6; reward models with a margin."""
+    return -logsigmoid(chosen_P - rejected_P - margin)
+
+
+def odds_ratio_pair_loss(chosen_P: Tensor, rejected_P: Tensor, *, beta: float) -> Tensor:
+    """`-beta log sigmoid(log odds_chosen - log odds_rejected)`: ORPO, arXiv 2403.07691, equation 7.
+
+    odds = p / (1 - p), p the geometric mean of the answer's token probabilities; rewards are beta log p.
+    """
+    return -beta * logsigmoid(_log_odds(chosen_P / beta) - _log_odds(rejected_P / beta))
+
+
+def _log_odds(logprob_P: Tensor) -> Tensor:
+    # A probability of 1 has infinite odds. Rows without tokens have this probability and must stay finite.
+    logprob_P = logprob_P.clamp(max=-1e-7)
+    return logprob_P - torch.log(-torch.expm1(logprob_P))
+
+
+@dataclass(frozen=True)
+class CentredMargin:
+    """`-log sigmoid(m - margin) + c (chosen + rejected)^2`: a reward model whose scores stay around 0.
+
+    The margin as in Llama 2 (arXiv 2307.09288, equation 2), the centring as in arXiv 2312.09244, section 3.
+    """
+
+    margin: float
+    coefficient: float
+
+    def __call__(self, chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
+        """Return the loss of each pair."""
+        loss_P = margin_pair_loss(chosen_P, rejected_P, margin=self.margin)
+        return loss_P + self.coefficient * (chosen_P + rejected_P) ** 2
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One preference loss."""
+
+    pair_loss: PairLossFn
+    """Loss of a pair from its rewards."""
+    average: bool = False
+    """Rewards are means over tokens, whatever the configuration says."""
+    needs_reference: bool = True
+    """Rewards are relative to the reference policy."""
+    sft_average: bool = False
+    """The likelihood term is a mean over tokens, whatever the configuration says."""
+
+
+type VariantFactory = Callable[[float, float, float], Variant]
+"""(beta, label smoothing e, target margin) -> variant."""
+
+VARIANTS: dict[str, VariantFactory] = {
+    "sigmoid": lambda beta, e, margin: Variant(partial(smoothed_logistic_pair_loss, e=e)),
+    "robust": lambda beta, e, margin: Variant(partial(robust_pair_loss, e=e)),
+    "rpo": lambda beta, e, margin: Variant(partial(smoothed_logistic_pair_loss, e=e), sft_average=True),
+    "hinge": lambda beta, e, margin: Variant(hinge_pair_loss),
+    "ipo": lambda beta, e, margin: Variant(partial(ipo_pair_loss, beta=beta), average=True),
+    "simpo": lambda beta, e, margin: Variant(
+        partial(margin_pair_loss, margin=margin), average=True, needs_reference=False
+    ),
+    "orpo": lambda beta, e, margin: Variant(
+        partial(odds_ratio_pair_loss, beta=beta), average=True, needs_reference=False, sft_average=True
+    ),
+}
+
+
+def make_variant(name: str, beta: float, label_smoothing: float, target_margin: float) -> Variant:
+    """Build the preference loss of a name.
+
+    Raises:
+        ConfigError: no loss has this name.
+    """
+    if name not in VARIANTS:
+        raise ConfigError(f"dpo.preference_loss={name!r} is unknown; choose one of {', '.join(VARIANTS)}.")
+    return VARIANTS[name](beta, label_smoothing, target_margin)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,3 +332,90 @@ def mean_over_pairs(values_P: Tensor, mask_P: Tensor, global_valid_seqs: Tensor 
 def _per_row(values_BT: Tensor, mask_BT: Tensor, average: bool) -> Tensor:
     total_B = masked_sum(values_BT, mask_BT, dim=-1)
     return safe_divide(total_B, mask_BT.sum(-1)) if average else total_B
+
+
+@dataclass(frozen=True, kw_only=True)
+class KTOLossConfig:
+    """Options of `KTOLossFn`; the section `dpo` has the same names."""
+
+    reference_policy_kl_penalty: float
+    """Beta, the factor between log-ratio and reward."""
+    desirable_weight: float = 1.0
+    """lambda_D, weight of desirable answers."""
+    undesirable_weight: float = 1.0
+    """lambda_U, weight of undesirable answers."""
+
+
+class KTOLossFn:
+    """Kahneman-Tversky optimisation, arXiv 2402.01306, section 4.1, without its constant E[lambda].
+
+    With r = sum_t (log p - log p_reference) of a row and the baseline z0, an estimate of KL(policy || reference):
+
+        desirable:   lambda_D * (1 - sigmoid(beta * (r - z0)))
+        undesirable: lambda_U * (1 - sigmoid(beta * (z0 - r)))
+
+    and the mean over all rows that count. Where the policy equals the reference and both weights are 1 the loss
+    is 1/2.
+    """
+
+    loss_type = LossType.SEQUENCE_LEVEL
+    input_type = LossInputType.LOGPROB
+    needs_reference = True
+    rows_per_unit = 1
+
+    def __init__(self, cfg: KTOLossConfig) -> None:
+        self.cfg = cfg
+
+    def __call__(
+        self,
+        next_token_logprobs: Tensor,
+        data: LossData,
+        global_valid_seqs: Tensor | float,
+        global_valid_toks: Tensor | float | None = None,
+    ) -> tuple[Tensor, LossMetrics]:
+        """Compute the mean loss of the rows that count in the global batch.
+
+        Args:
+            next_token_logprobs: `[B, T-1]`, log-probabilities of tokens 1..T-1.
+            data: `reference_policy_logprobs` and `token_mask` `[B, T]`; `sample_mask [B]`; `desirable [B]`, 1 or
+                0; and, the same in every row of the global batch, `kl_baseline [B]` (z0) and `num_desirable [B]`
+                (desirable rows that count).
+            global_valid_seqs: Rows that count in the global batch.
+            global_valid_toks: Unused; part of the call of every loss.
+
+        Returns:
+            Scalar loss; `loss`, `accuracy` (share of rows on their side of the baseline), `kl_baseline`,
+            `rewards_chosen_mean` and `rewards_rejected_mean` (r of desirable and undesirable rows, without beta),
+            `rewards_margin_mean` (their difference), `num_valid_samples`.
+        """
+        dtype, beta = next_token_logprobs.dtype, self.cfg.reference_policy_kl_penalty
+        mask_B, desirable_B, baseline_B, count_B = (
+            data[name].to(dtype) for name in ("sample_mask", "desirable", "kl_baseline", "num_desirable")
+        )
+        mask_BT = data["token_mask"][:, 1:].to(dtype) * (mask_B != 0)[:, None]
+        log_ratio_BT = next_token_logprobs - data["reference_policy_logprobs"][:, 1:].to(dtype)
+        log_ratio_B = masked_sum(log_ratio_BT, mask_BT, dim=-1)
+
+        lead_B = (2 * desirable_B - 1) * (log_ratio_B - baseline_B)
+        weight_B = self.cfg.desirable_weight * desirable_B + self.cfg.undesirable_weight * (1 - desirable_B)
+        loss_B = weight_B * torch.sigmoid(-beta * lead_B)
+
+        def mean(values_B: Tensor) -> Tensor:
+            return safe_divide(masked_sum(values_B.detach(), mask_B), global_valid_seqs)
+
+        def mean_of(chosen_B: Tensor, count: Tensor) -> Tensor:
+            return safe_divide(masked_sum(log_ratio_B.detach() * chosen_B, mask_B), count)
+
+        loss = safe_divide(masked_sum(loss_B, mask_B), global_valid_seqs)
+        num_desirable = count_B.max()
+        chosen = mean_of(desirable_B, num_desirable)
+        rejected = mean_of(1 - desirable_B, torch.as_tensor(global_valid_seqs, dtype=dtype) - num_desirable)
+        return loss, {
+            "loss": loss.detach(),
+            "accuracy": mean((lead_B > 0).to(dtype)),
+            "kl_baseline": mean(baseline_B),
+            "rewards_chosen_mean": chosen,
+            "rewards_rejected_mean": rejected,
+            "rewards_margin_mean": chosen - rejected,
+            "num_valid_samples": mask_B.sum(),
+        }

@@ -20,15 +20,30 @@ import torch.distributed as dist
 
 from nemo_rl.utils.errors import WeightSyncError
 from nemo_rl.weight_sync.buckets import Bucket, TensorSlot, unpack
-from nemo_rl.weight_sync.collective import CollectiveReceiver, CollectiveSender
-from nemo_rl.weight_sync.cuda_ipc import CudaIpcReceiver, CudaIpcSender
-from nemo_rl.weight_sync.encoding import Encoding, check_used, encoded_layout, fill_encoded
-from nemo_rl.weight_sync.exchange import BlockReader, Blocks, Exchange, fill
-from nemo_rl.weight_sync.holdings import Held, HeldWeights
+from nemo_rl.weight_sync.exchange import (
+    BlockReader,
+    Blocks,
+    Encoding,
+    Exchange,
+    Step,
+    check_used,
+    encoded_layout,
+    fill,
+    fill_encoded,
+)
 from nemo_rl.weight_sync.lanes import Lane
-from nemo_rl.weight_sync.moves import Step
-from nemo_rl.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender
-from nemo_rl.weight_sync.transport import ReceiverTransport, SenderTransport, TransportSpec
+from nemo_rl.weight_sync.parts import Held, HeldWeights
+from nemo_rl.weight_sync.transport import (
+    CollectiveReceiver,
+    CollectiveSender,
+    CudaIpcReceiver,
+    CudaIpcSender,
+    ReceiverTransport,
+    SenderTransport,
+    SharedMemoryReceiver,
+    SharedMemorySender,
+    TransportSpec,
+)
 from nemo_rl.weight_sync.verify import SyncReceipt, fingerprints, mismatched_names
 
 

@@ -1,13 +1,26 @@
-"""Divide a weight stream into lanes: workers of engines that read the same parts of every tensor share one.
+"""Divide a weight stream into lanes, and choose the lanes of each weight sync.
 
-A stream starts with one lane, in which every worker receives whole tensors. When it is known what each worker reads
-(`parts.ReadRecorder`), the workers at the same place of their engines get a lane of their own: a trainer rank sends
-its parts once, to all of them. Lanes have different senders where there are enough trainer ranks, so that their
-networks share the work. Invariant: every worker is in exactly one lane.
+Divide a weight stream into lanes: workers of engines that read the same parts of every tensor share one. A stream
+starts with one lane, in which every worker receives whole tensors. When it is known what each worker reads
+(`parts.ReadRecorder`), the workers at the same place of their engines get a lane of their own: a trainer rank sends its
+parts once, to all of them. Lanes have different senders where there are enough trainer ranks, so that their networks
+share the work. Invariant: every worker is in exactly one lane.
+
+Choose the lanes of weight syncs: at first whole tensors for all workers, then only what each of them reads.
+
+    whole tensors, recorded ─► learn ─► parts, on trial ─► accept ─► parts
+                                            └─► refuse ─► whole tensors from then on
+
+This is for collectives to engines of several workers: with other transports engines read the trainer's memory, so
+nothing is sent, and an engine of one worker reads everything. Invariant: parts are used only after a trial in which the
+engines computed the same with them as with whole tensors (`algorithms.rollout.refit`).
 """
 
+import dataclasses
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from nemo_rl.weight_sync.parts import Parts
 from nemo_rl.weight_sync.transport import TransportSpec
@@ -53,3 +66,112 @@ def plan_lanes(reads: Sequence[Parts], num_workers: int, num_senders: int) -> li
         workers = tuple(worker for worker in range(num_workers) if worker % len(reads) in group)
         plans.append(LanePlan(workers, number * num_senders // len(places) % num_senders, reads[group[0]]))
     return plans
+
+
+logger = logging.getLogger(__name__)
+
+
+class Trainers(Protocol):
+    """The trainer ranks, as senders."""
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of trainer ranks."""
+
+    def meeting_point(self, rank: int) -> tuple[str, int]:
+        """Return the address of a rank and a port that it reserves for one process group."""
+
+
+@dataclass(frozen=True)
+class LaneOfWorkers:
+    """A lane and the ranks of its workers among those of all engines."""
+
+    lane: Lane
+    workers: Sequence[int]
+
+
+class LaneChoice:
+    """Chooses the lanes of a run's syncs.
+
+    Args:
+        spec: settings of the transport; for collectives, addresses and receivers are filled in here.
+        trainers: the trainer ranks.
+        workers_per_engine: workers of one engine.
+        send_parts: whether parts may be sent.
+    """
+
+    def __init__(self, spec: TransportSpec, trainers: Trainers, workers_per_engine: int, send_parts: bool):
+        self._spec = spec
+        self._trainers = trainers
+        self._workers_per_engine = workers_per_engine
+        self._may_divide = send_parts and spec.name == "collective" and workers_per_engine > 1
+        self._reads: list[Parts] | None = None
+        self._is_proven = False
+        self._lanes: list[LaneOfWorkers] = []
+        self._made_for: tuple[int, int, bool] | None = None
+
+    @property
+    def wants_reads(self) -> bool:
+        """True if the workers shall record what they read in the next sync."""
+        return self._may_divide and not self._is_proven
+
+    def must_meet(self, num_workers: int, membership: int) -> bool:
+        """Return whether a trainer rank and the workers will form new process groups; arguments as in `of`."""
+        return self._spec.name == "collective" and self._key(num_workers, membership) != self._made_for
+
+    def of(self, num_workers: int, membership: int) -> list[LaneOfWorkers]:
+        """Return the lanes.
+
+        Args:
+            num_workers: workers of the running engines.
+            membership: a number that changes with the engines; a collective's processes then meet again.
+        """
+        key = self._key(num_workers, membership)
+        if key != self._made_for:
+            self._lanes = self._make(num_workers, membership)
+            self._made_for = key
+        return self._lanes
+
+    def _key(self, num_workers: int, membership: int) -> tuple[int, int, bool]:
+        """Return what decides whether the lanes are made again."""
+        return num_workers, membership, self._reads is None
+
+    def _make(self, num_workers: int, membership: int) -> list[LaneOfWorkers]:
+        everyone = tuple(range(num_workers))
+        if self._spec.name != "collective":
+            return [LaneOfWorkers(Lane(self._spec), everyone)]
+        if self._reads is None:
+            return [LaneOfWorkers(Lane(self._meeting(everyone, 0, str(membership))), everyone)]
+        lanes = []
+        for number, plan in enumerate(plan_lanes(self._reads, num_workers, self._trainers.num_ranks)):
+            spec = self._meeting(plan.workers, plan.sender, f"{membership}-{number}")
+            lanes.append(LaneOfWorkers(Lane(spec, plan.sender, plan.parts), plan.workers))
+        return lanes
+
+    def _meeting(self, workers: tuple[int, ...], sender: int, epoch: str) -> TransportSpec:
+        """Return the settings of a process group of a trainer rank and some workers."""
+        address, port = self._trainers.meeting_point(sender)
+        extra = {"epoch": epoch}
+        return dataclasses.replace(self._spec, master_address=address, master_port=port, receivers=workers, extra=extra)
+
+    def start_over(self) -> None:
+        """Send whole tensors, to learn what is read; an interrupted trial proves nothing."""
+        self._reads = None
+
+    def learn(self, reads: Sequence[Parts]) -> bool:
+        """Use what the workers have read in a sync of whole tensors; return whether parts are on trial now."""
+        of_engine = list(reads[: self._workers_per_engine])
+        if not all(of_engine):  # a worker loads without PyTorch's operations, or in another thread
+            self._may_divide = False
+            return False
+        self._reads = of_engine
+        return True
+
+    def accept(self) -> None:
+        """Send parts from now on: the engines computed the same with them."""
+        self._is_proven = True
+
+    def refuse(self, reason: str) -> None:
+        """Send whole tensors again, because the engines compute something else with parts, or cannot show it."""
+        logger.warning("Weights are sent whole (as with policy.generation.weight_sync.send_parts=false): %s.", reason)
+        self._reads, self._may_divide = None, False

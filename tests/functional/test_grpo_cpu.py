@@ -28,7 +28,7 @@ from nemo_rl.config import load_config
 from nemo_rl.models.policy.weight_stream import PolicyWeightStream
 from nemo_rl.utils.errors import WeightSyncError
 from nemo_rl.weight_sync.buckets import Bucket, view_of
-from nemo_rl.weight_sync.shared_memory import map_memory
+from nemo_rl.weight_sync.transport import map_memory
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(600)]
 

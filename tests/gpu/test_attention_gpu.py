@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_rl.models.attention import varlen
+from nemo_rl.models.attention import flash_attn
 from nemo_rl.models.attention.kernels import attend
 from nemo_rl.models.attention.plan import AttentionPlan, Piece, Scoring
 
@@ -41,6 +41,6 @@ def test_flash_attention_equals_the_definition(pieces, rows, value_dim, scoring)
     half = [torch.randn(shape, generator=gen).bfloat16() for shape in shapes]
     want = _with_gradients([t.double().requires_grad_() for t in half], AttentionPlan(pieces), scoring)
     leaves = [t.to("cuda").requires_grad_() for t in half]
-    assert varlen.find_kernel(*leaves[:3], scoring) is varlen.torch_varlen
+    assert flash_attn.find_kernel(*leaves[:3], scoring) is flash_attn.torch_varlen
     for got, expected in zip(_with_gradients(leaves, AttentionPlan(pieces), scoring), want, strict=True):
         assert (got - expected).abs().max() <= 0.03 * expected.abs().max()

@@ -21,11 +21,11 @@ from policy_helpers import (
 from nemo_rl.config import DistillationLossConfig
 from nemo_rl.distributed.ranks.process_group import destroy_process_group, init_process_group
 from nemo_rl.host.device import device_for
-from nemo_rl.losses.distillation import DistillationLossFn
-from nemo_rl.models.attention import varlen
+from nemo_rl.losses.supervised import DistillationLossFn
+from nemo_rl.models.attention import flash_attn
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
-from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.models.policy.workers.rank import PolicyWorker
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,8 +58,8 @@ def _scores(config, device, data):
 @pytest.mark.parametrize("precision", ["bfloat16", "float32"])
 def test_packed_and_padded_scores_equal_hugging_face(arch, precision, gpu, tmp_path, monkeypatch) -> None:
     calls: list[str] = []
-    flash = varlen.torch_varlen
-    monkeypatch.setattr(varlen, "torch_varlen", lambda *a: (calls.append("flash"), flash(*a))[1])
+    flash = flash_attn.torch_varlen
+    monkeypatch.setattr(flash_attn, "torch_varlen", lambda *a: (calls.append("flash"), flash(*a))[1])
     name = save_tiny_model(tmp_path / "m", arch, initializer_range=0.1)
     data = random_batch(rows=6, width=24)
     with torch.no_grad():

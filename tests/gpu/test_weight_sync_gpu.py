@@ -16,11 +16,10 @@ import torch
 
 from nemo_rl.utils.errors import WeightSyncError
 from nemo_rl.weight_sync.buckets import Bucket, TensorSlot
-from nemo_rl.weight_sync.collective import GroupMember
 from nemo_rl.weight_sync.endpoints import WeightReceiver, WeightSender
-from nemo_rl.weight_sync.holdings import WholeWeights
 from nemo_rl.weight_sync.lanes import Lane
-from nemo_rl.weight_sync.transport import TransportSpec
+from nemo_rl.weight_sync.parts import WholeWeights
+from nemo_rl.weight_sync.transport import GroupMember, TransportSpec
 from nemo_rl.weight_sync.verify import check_receipts, fingerprint
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "unit" / "weight_sync"))

@@ -20,11 +20,11 @@ from unittest import mock
 
 from ray._private.async_compat import get_new_event_loop
 
+from nemo_rl.models.generation.engine_load import EngineLoad
 from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest, GenerationResult
-from nemo_rl.models.generation.reports.load import EngineLoad
 from nemo_rl.models.generation.vllm.settings import engine_environment
 from nemo_rl.weight_sync.endpoints import WeightSender
-from nemo_rl.weight_sync.holdings import HeldWeights
+from nemo_rl.weight_sync.parts import HeldWeights
 from nemo_rl.weight_sync.transport import TransportSpec
 
 ANSWER_TIMEOUT_S = 240.0

@@ -29,11 +29,15 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from nemo_rl.algorithms.kto import KTOPreparation
 from nemo_rl.config import DistillationLossConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.losses.distillation import DistillationLossFn
-from nemo_rl.losses.feedback import KTOLossConfig, KTOLossFn
-from nemo_rl.losses.likelihood import NLLLossFn
-from nemo_rl.losses.pair_losses import CentredMargin
-from nemo_rl.losses.preference import DPOLossConfig, DPOLossFn, PreferenceLossFn
+from nemo_rl.losses.preference import (
+    CentredMargin,
+    DPOLossConfig,
+    DPOLossFn,
+    KTOLossConfig,
+    KTOLossFn,
+    PreferenceLossFn,
+)
+from nemo_rl.losses.supervised import DistillationLossFn, NLLLossFn
 
 TINY_CHAT = ROOT / "examples" / "assets" / "tiny-chat"
 BETA = 0.3

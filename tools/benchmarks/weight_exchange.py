@@ -30,8 +30,8 @@ from tiny_models import TinyShape, make_tiny_model
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.weight_sync.endpoints import WeightSender
-from nemo_rl.weight_sync.holdings import HeldWeights, WholeWeights
 from nemo_rl.weight_sync.lanes import Lane
+from nemo_rl.weight_sync.parts import HeldWeights, WholeWeights
 from nemo_rl.weight_sync.transport import TransportSpec
 
 MESHES: dict[str, dict[str, Any]] = {

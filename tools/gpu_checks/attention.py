@@ -14,7 +14,7 @@ from gpu_checks.report import Finding
 from nemo_rl.models.attention import Scoring
 from nemo_rl.models.attention.flash_attn import flash_attention, why_not_3
 from nemo_rl.models.dtensor.attention import varlen_attention
-from nemo_rl.models.generation.decoding.token_cache import TokenCache
+from nemo_rl.models.generation.continuous import TokenCache
 
 LENGTHS = [37, 1, 64, 90]
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64

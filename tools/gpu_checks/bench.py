@@ -26,7 +26,7 @@ from nemo_rl.data.packing import MicrobatchStrategy
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.host.device import device_for
-from nemo_rl.losses.likelihood import NLLLossFn
+from nemo_rl.losses.supervised import NLLLossFn
 from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.policy.batching import (
     ShardedBatch,
@@ -35,8 +35,7 @@ from nemo_rl.models.policy.batching import (
     shard_batch,
     training_strategy,
 )
-from nemo_rl.models.policy.workers.base import UpdateResult, WorkerSettings
-from nemo_rl.models.policy.workers.rank import PolicyRank
+from nemo_rl.models.policy.workers.rank import PolicyRank, UpdateResult, WorkerSettings
 from nemo_rl.models.training.backends import training_backend
 
 type Rows = BatchedDataDict[Any]

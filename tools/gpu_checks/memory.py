@@ -11,7 +11,7 @@ from gpu_checks.report import Figures, Finding
 from gpu_checks.shapes import SHAPES
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.capacity.memory import Work
-from nemo_rl.models.dtensor.memory_plan import DTensorRank
+from nemo_rl.models.dtensor.mesh_check import DTensorRank
 
 RECOMPUTATION: dict[str, Any] = {"nothing": False, "whole layers": True, "selected": "selective"}
 _MOST = 1.25

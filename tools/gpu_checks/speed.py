@@ -18,10 +18,9 @@ from gpu_checks.bench import GIB, Bench, Rows, laid_out, packed, policy_config, 
 from gpu_checks.report import Figures, Finding
 from gpu_checks.shapes import SHAPES
 from nemo_rl.config import PolicyConfig
-from nemo_rl.models.huggingface.flops import model_flops, peak_tflops
+from nemo_rl.models.huggingface.sizes import model_flops, peak_tflops
 from nemo_rl.models.policy.batching import training_strategy
-from nemo_rl.models.policy.workers.base import UpdateResult
-from nemo_rl.models.policy.workers.rank import PolicyRank
+from nemo_rl.models.policy.workers.rank import PolicyRank, UpdateResult
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,10 @@ from nemo_rl.models.generation.interfaces import GenerationRequest, SamplingPara
 from nemo_rl.models.policy.workers.rank import PolicyRank
 from nemo_rl.utils.errors import WeightSyncError
 from nemo_rl.weight_sync.buckets import Bucket, TensorSlot
-from nemo_rl.weight_sync.collective import GroupMember
 from nemo_rl.weight_sync.endpoints import WeightSender
-from nemo_rl.weight_sync.holdings import WholeWeights
 from nemo_rl.weight_sync.lanes import Lane
-from nemo_rl.weight_sync.transport import TransportSpec
+from nemo_rl.weight_sync.parts import WholeWeights
+from nemo_rl.weight_sync.transport import GroupMember, TransportSpec
 from nemo_rl.weight_sync.verify import SyncReceipt, check_receipts, fingerprint
 
 NUM_SYNCS = 6

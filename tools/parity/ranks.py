@@ -25,9 +25,9 @@ from nemo_rl.distributed.ranks.placements import whole
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.build import Built, build_model
 from nemo_rl.models.dtensor.pipeline.stages import stage_of
-from nemo_rl.models.dtensor.proof.float64 import in_float64
+from nemo_rl.models.dtensor.proof.numbers import in_float64
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
-from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.models.policy.workers.rank import PolicyWorker
 from parity.reference import LEARNING_RATE, STEPS, Numbers, WeightedLikelihood, batch
 
 _TIMEOUT = timedelta(seconds=300)

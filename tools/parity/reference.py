@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.losses.loss_function import LossInputType, LossType
-from nemo_rl.models.dtensor.proof.float64 import in_float64
+from nemo_rl.models.dtensor.proof.numbers import in_float64
 from parity.models import VOCABULARY
 
 LEARNING_RATE = 0.05

@@ -18,7 +18,7 @@ from nemo_rl.data.interfaces import TokenizerType
 from nemo_rl.kits.tools.template import choose_parser, response_text
 from nemo_rl.kits.tools.vllm import CallParser, ReasoningReader, load_parsers
 from nemo_rl.models.generation.remote.chats import ChatAnswer, ChatInput
-from nemo_rl.models.generation.texts import sampled_text
+from nemo_rl.models.generation.responses import sampled_text
 from nemo_rl.utils.errors import NoAnswerError
 
 ID_LENGTH = 9

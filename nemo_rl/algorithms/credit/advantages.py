@@ -28,7 +28,7 @@ from nemo_rl.config import (
     check_advantages,
     report_findings,
 )
-from nemo_rl.losses.kl import kl_penalty
+from nemo_rl.losses.divergence import kl_penalty
 from nemo_rl.utils.errors import ConfigError, DataError
 from nemo_rl.utils.named_parts import Registry
 

@@ -18,7 +18,7 @@ from nemo_rl.algorithms.credit.turns import last_token_of_turns, padded
 from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.config import ClippedPGLossConfig, PPOAdvantageConfig, PPOConfig
 from nemo_rl.experience.trajectory import Trajectory, is_right
-from nemo_rl.losses.kl import kl_penalty
+from nemo_rl.losses.divergence import kl_penalty
 from nemo_rl.losses.reductions import masked_mean, masked_var, safe_divide
 
 

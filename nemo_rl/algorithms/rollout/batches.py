@@ -34,7 +34,7 @@ from nemo_rl.experience.rows import rows_of, rows_per_update
 from nemo_rl.experience.runners.stored import lay_out, whole
 from nemo_rl.experience.trajectory import Outcome, Trajectory, is_right
 from nemo_rl.experience.trajectory_log import TrajectoryLog
-from nemo_rl.losses.mismatch import after_mask, sequence_error_metrics, sequence_errors
+from nemo_rl.losses.divergence import after_mask, sequence_error_metrics, sequence_errors
 
 
 class Versioned(Protocol):

@@ -32,8 +32,7 @@ from nemo_rl.distributed.workers.results import PendingCall, gather
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.utils.errors import NonFiniteError
 from nemo_rl.weight_sync.buckets import Bucket
-from nemo_rl.weight_sync.lane_choice import LaneChoice, LaneOfWorkers, Trainers
-from nemo_rl.weight_sync.lanes import Lane
+from nemo_rl.weight_sync.lanes import Lane, LaneChoice, LaneOfWorkers, Trainers
 from nemo_rl.weight_sync.transport import TransportSpec
 from nemo_rl.weight_sync.verify import SyncReceipt, check_receipts
 

@@ -66,7 +66,6 @@ from nemo_rl.experience.rollouts import RolloutRunner
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.experience.trajectory_log import TrajectoryLog
 from nemo_rl.losses.loss_function import AnyLossFunction
-from nemo_rl.models.downloads import download_models
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.factory import (
     check_engine_model,
@@ -75,6 +74,7 @@ from nemo_rl.models.generation.factory import (
     make_engines,
     sampling_params,
 )
+from nemo_rl.models.huggingface.tensor_files import download_models
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.logger import Logger
 

@@ -23,7 +23,7 @@ from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.factory import engine_precision
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.weight_stream import PolicyWeightStream
-from nemo_rl.models.quantization.choice import FP8, SIMULATED, weight_quantization
+from nemo_rl.models.quantization import FP8, SIMULATED, weight_quantization
 from nemo_rl.utils.errors import ConfigError, NotBuiltError, WeightSyncError
 from nemo_rl.utils.timer import Timer
 from nemo_rl.weight_sync.transport import TransportName, TransportSpec

@@ -15,9 +15,8 @@ from typing import Protocol
 from nemo_rl.config import ClusterConfig, PolicyConfig
 from nemo_rl.host.capacity import usable_cores
 from nemo_rl.models.generation.interfaces import GenerationInterface
-from nemo_rl.models.huggingface.flops import peak_tflops
-from nemo_rl.models.policy.work import PassWork, WorkCount
-from nemo_rl.models.policy.workers.costs import PassCosts
+from nemo_rl.models.huggingface.sizes import peak_tflops
+from nemo_rl.models.policy.workers.costs import PassCosts, PassWork, WorkCount
 
 logger = logging.getLogger(__name__)
 

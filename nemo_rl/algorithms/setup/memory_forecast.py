@@ -30,11 +30,10 @@ from nemo_rl.config import (
 )
 from nemo_rl.host.capacity import machine_bytes
 from nemo_rl.host.machine_load import query_gpus
-from nemo_rl.models.capacity.engine_memory import EngineMemory, engine_memory
-from nemo_rl.models.capacity.memory import MemoryPlan, Moment
+from nemo_rl.models.capacity.memory import EngineMemory, MemoryPlan, Moment, engine_memory
 from nemo_rl.models.generation.factory import engine_precision, engine_settings
 from nemo_rl.models.huggingface.load import load_model_config, torch_dtype
-from nemo_rl.models.quantization.choice import weight_quantization
+from nemo_rl.models.quantization import weight_quantization
 from nemo_rl.models.training.backends import training_backend
 from nemo_rl.utils.addresses import cluster_address
 from nemo_rl.utils.errors import ConfigError

@@ -18,11 +18,11 @@ from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.losses.loss_function import AnyLossFunction, LossFunction, LossInputType
-from nemo_rl.models.downloads import download_models
+from nemo_rl.models.huggingface.tensor_files import download_models
 from nemo_rl.models.policy.batching import require_keys
 from nemo_rl.models.policy.interfaces import TrainResult
 from nemo_rl.models.policy.lm_policy import TRAINING_KEYS, Policy
-from nemo_rl.models.policy.workers.loss_inputs import extra_keys, input_type_of
+from nemo_rl.models.policy.workers.loss_calls import extra_keys, input_type_of
 from nemo_rl.models.training.backends import training_backend
 from nemo_rl.utils.addresses import cluster_address
 from nemo_rl.utils.errors import ConfigError

@@ -44,10 +44,10 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.cluster.machine_monitor import monitored
 from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.losses.loss_function import LossFunction
-from nemo_rl.models.downloads import download_models
+from nemo_rl.models.huggingface.tensor_files import download_models
 from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.models.policy.lm_policy import Policy
-from nemo_rl.models.policy.metrics import join_updates
+from nemo_rl.models.policy.workers.loss_calls import join_updates
 from nemo_rl.utils.logger import Logger
 
 type Batch = BatchedDataDict[Any]

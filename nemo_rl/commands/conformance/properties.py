@@ -28,7 +28,6 @@ from nemo_rl.commands.conformance.case import (
     start,
     tensors_of,
 )
-from nemo_rl.models.generation.decoding.sampling import bad_word_ids, banned_tokens
 from nemo_rl.models.generation.interfaces import (
     Engine,
     GenerationRequest,
@@ -36,7 +35,8 @@ from nemo_rl.models.generation.interfaces import (
     ResponseSoFar,
     SamplingParams,
 )
-from nemo_rl.models.generation.texts import sampled_text
+from nemo_rl.models.generation.responses import sampled_text
+from nemo_rl.models.generation.rows import bad_word_ids, banned_tokens
 from nemo_rl.models.huggingface.layers import decoder_layers, recorded_outputs
 from nemo_rl.utils.errors import GenerationError, NemoRLError
 

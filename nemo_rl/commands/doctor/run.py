@@ -30,8 +30,8 @@ def make_step(config: MasterConfig) -> str:
 
     from nemo_rl.algorithms.setup.open_policy import OpenPolicy
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-    from nemo_rl.losses.likelihood import NLLLossFn
     from nemo_rl.losses.preference import PreferenceLossFn
+    from nemo_rl.losses.supervised import NLLLossFn
 
     policy_config, started = config.policy, time.perf_counter()
     with OpenPolicy(config.policy, config.cluster) as policy:

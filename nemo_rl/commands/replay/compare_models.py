@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from nemo_rl.commands.replay.findings import NOT_RECORDED, Difference, Stage, Tolerances
 from nemo_rl.commands.replay.records import Step
 from nemo_rl.models.policy.update_records import UpdateRecord
-from nemo_rl.models.training.fingerprints import Fingerprint, added
+from nemo_rl.models.training.tensor_checks import Fingerprint, added
 
 _FLOOR = 0.01
 """Smallest norm that differences are relative to, as a share of the norm of the whole model."""

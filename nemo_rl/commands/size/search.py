@@ -23,11 +23,10 @@ from nemo_rl.commands.size.candidates import (
 from nemo_rl.commands.size.jobs import Job, with_values
 from nemo_rl.config import MasterConfig, RolloutMasterConfig, plan_topology
 from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.models.capacity.engine_memory import EngineMemory, engine_memory
-from nemo_rl.models.capacity.memory import MemoryPlan
+from nemo_rl.models.capacity.memory import EngineMemory, MemoryPlan, engine_memory
 from nemo_rl.models.generation.factory import check_engine_model, engine_precision
 from nemo_rl.models.huggingface.load import torch_dtype
-from nemo_rl.models.quantization.choice import weight_quantization
+from nemo_rl.models.quantization import weight_quantization
 from nemo_rl.utils.errors import ConfigError
 
 ENGINE = "policy.generation.engine"

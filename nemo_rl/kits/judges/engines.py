@@ -29,7 +29,7 @@ from nemo_rl.kits.judges.places import check_processors, places_of
 from nemo_rl.kits.judges.questions import JudgeError, JudgeModel, JudgeText
 from nemo_rl.models.generation.factory import check_engine_model, engine_settings, make_engines, sampling_params
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult
-from nemo_rl.models.generation.texts import sampled_text
+from nemo_rl.models.generation.responses import sampled_text
 from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.models.huggingface.sizes import longest_context
 from nemo_rl.utils.errors import ConfigError, DataError, NemoRLError

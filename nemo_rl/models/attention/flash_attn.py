@@ -1,13 +1,24 @@
-"""Choice of flash attention: the optional package `flash-attn`, and version 3 in place of torch's version 2."""
+"""Flash attention over many pieces in one call: the choice of a version, and the call.
+
+Choice of flash attention: the optional package `flash-attn`, and version 3 in place of torch's version 2.
+
+Flash attention over many pieces in one call, by torch's kernel or by that of the `flash-attn` package. Flash attention
+aligns its causal mask at the bottom right if a piece has more keys than queries, as plans do (flash-attn since 2.1;
+torch's varlen kernel is built from it). The rescaling by sinks is the softmax over one extra column, written with the
+log-sum-exp of the other columns.
+"""
 
 import importlib.util
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from nemo_rl.models.attention.plan import Bounds, Scoring
 from nemo_rl.utils.errors import ConfigError
 
 _KEY = "policy.dtensor_cfg.flash_attention_version"
@@ -69,3 +80,121 @@ def flash_attention(version: int, device: torch.device) -> Iterator[None]:
             from torch.nn.attention import restore_flash_attention_impl
 
             restore_flash_attention_impl()
+
+
+type Kernel = Callable[[Tensor, Tensor, Tensor, Bounds, Scoring], Tensor]
+"""Maps query `[T, H, D]` and key and value `[T_k, H_kv, D]` of all pieces to `[T, H, D]`."""
+
+_MAX_HEAD_DIM = 256
+_HEAD_DIM_MULTIPLE = 8
+_CAPABILITY = (8, 0)
+
+
+def find_kernel(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Kernel | None:
+    """Return the first kernel that takes these tensors `[b, H, T, D]` and supports the scoring; None: neither does."""
+    if not _can_run(query, key, value):
+        return None
+    if scoring.softcap is None and scoring.dropout == 0.0:
+        return torch_varlen
+    package = flash_attn_varlen()
+    takes_softcap = package is not None and "softcap" in _parameters(package)
+    if package is None or scoring.sinks is not None or (scoring.softcap is not None and not takes_softcap):
+        return None
+    return lambda q, k, v, bounds, scoring: _by_package(package, q, k, v, bounds, scoring)
+
+
+def _can_run(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    head_dim = query.shape[-1]
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.dtype == key.dtype == value.dtype
+        and value.shape[-1] <= head_dim <= _MAX_HEAD_DIM
+        and head_dim % _HEAD_DIM_MULTIPLE == 0
+        and torch.cuda.get_device_capability(query.device) >= _CAPABILITY
+    )
+
+
+def torch_varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scoring: Scoring) -> Tensor:
+    """Run torch's varlen kernel; see `Kernel`."""
+    if scoring.sinks is not None:
+        return _WithSinks.apply(query, key, value, scoring.sinks, bounds, scoring)
+    out = _forward(query, key, value, bounds, scoring)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _forward(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scoring: Scoring, **kwargs: Any) -> Any:
+    # Imported at the first call: it imports torch's compiler, which takes two seconds that a CPU run does not need.
+    from torch.nn.attention.varlen import varlen_attn
+
+    # torch 2.11 shares key heads without this argument.
+    if "enable_gqa" in _parameters(varlen_attn):
+        kwargs["enable_gqa"] = query.shape[1] != key.shape[1]
+    window_size = _window_size(bounds, scoring)
+    return varlen_attn(query, key, value, *bounds, scale=scoring.scaling, window_size=window_size, **kwargs)
+
+
+class _WithSinks(torch.autograd.Function):
+    """Attention with one extra key per head, which has the score `sink` and no value.
+
+    With `L = logsumexp(scores)` and `L' = logaddexp(L, sink)` the output is `out * exp(L - L')`. Torch's kernel has no
+    gradient of `L` (its backward drops it), so autograd cannot differentiate the rescaling. The backward kernel
+    recomputes the weights `exp(score - L')` and the row sums `D = grad . out'` from the output and log-sum-exp it is
+    given; here it is given those with sinks. The gradient of the sink is `-sum_t exp(sink - L'_t) D_t`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, bounds: Bounds, scoring: Scoring
+    ) -> Tensor:
+        from torch.nn.attention.varlen import AuxRequest
+
+        out, lse_HT = _forward(query, key, value, bounds, scoring, return_aux=AuxRequest(lse=True))
+        joint_HT = torch.logaddexp(lse_HT, sinks[:, None].to(lse_HT.dtype))
+        out = (out * (lse_HT - joint_HT).exp().t()[..., None]).to(query.dtype)
+        ctx.save_for_backward(query, key, value, sinks, out, joint_HT, bounds.queries, bounds.keys)
+        ctx.longest, ctx.window, ctx.scaling = bounds[2:], _window_size(bounds, scoring), scoring.scaling
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        query, key, value, sinks, out, joint_HT, queries, keys = ctx.saved_tensors
+        left, right = ctx.window
+        grads = torch.ops.aten._flash_attention_backward(
+            *(grad.contiguous(), query, key, value, out, joint_HT, queries, keys, *ctx.longest, 0.0, left < 0),
+            rng_state=torch.zeros(2, dtype=torch.uint64, device=query.device),  # unused: no dropout
+            unused=torch.empty(0, device=query.device),
+            scale=ctx.scaling,
+            window_size_left=left,
+            window_size_right=right,
+        )
+        row_sums_HT = (grad.float() * out.float()).sum(-1).t()
+        weight_HT = (sinks[:, None].to(joint_HT.dtype) - joint_HT).exp()
+        return *grads, -(weight_HT * row_sums_HT).sum(1).to(sinks.dtype), None, None
+
+
+def _by_package(
+    package: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scoring: Scoring
+) -> Tensor:
+    softcap = {} if scoring.softcap is None else {"softcap": scoring.softcap}
+    out: Tensor = package(
+        *(query, key, value, *bounds),
+        dropout_p=scoring.dropout,
+        softmax_scale=scoring.scaling,
+        causal=True,
+        window_size=_window_size(bounds, scoring),
+        **softcap,
+    )
+    return out
+
+
+def _window_size(bounds: Bounds, scoring: Scoring) -> tuple[int, int]:
+    """Return the number of keys left and right of a query's own; -1 on the left means all, the fastest case."""
+    window = scoring.window
+    return (-1 if window is None or window >= bounds.longest_keys else window - 1, 0)
+
+
+@cache
+def _parameters(kernel: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(kernel).parameters)

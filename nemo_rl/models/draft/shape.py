@@ -1,7 +1,8 @@
-"""Describe a draft model: its sizes, the layers of the policy that it reads, and its `config.json`.
+"""Describe a draft model: its sizes, the layers of the policy that it reads, its `config.json`, its names of tensors.
 
-The draft model is an EAGLE-3 head (Li et al. 2025, arXiv:2503.01840) as vLLM loads it (`LlamaForCausalLMEagle3`). This
-file does not import torch.
+Describe a draft model: its sizes, the layers of the policy that it reads, and its `config.json`. The draft model is an
+EAGLE-3 head (Li et al. 2025, arXiv:2503.01840) as vLLM loads it (`LlamaForCausalLMEagle3`). This file does not import
+torch.
 """
 
 import json
@@ -191,3 +192,21 @@ def rope_theta_of(model: Any) -> float:
 def _rope_theta(values: Mapping[str, Any]) -> float:
     parameters = values.get("rope_parameters") or {}
     return float(values.get("rope_theta") or parameters.get("rope_theta") or 10_000.0)
+
+
+PREFIX = "draft."
+"""Marks the tensors of the draft model in a stream of weights."""
+_MODULE, _PUBLISHED = "layers.0.", "midlayer."
+
+
+def published(name: str, num_layers: int) -> str:
+    """Return the name of a tensor in folders of EAGLE-3 heads, which call a single layer `midlayer`."""
+    if num_layers == 1 and name.startswith(_MODULE):
+        return _PUBLISHED + name.removeprefix(_MODULE)
+    return name
+
+
+def in_module(name: str) -> str:
+    """Return the module's name of a tensor of a published folder."""
+    name = name.removeprefix("model.")
+    return _MODULE + name.removeprefix(_PUBLISHED) if name.startswith(_PUBLISHED) else name

@@ -1,4 +1,6 @@
-"""Train a draft model on the passes of the policy's training.
+"""Build a draft model and train it on the passes of the policy's training.
+
+Train a draft model on the passes of the policy's training.
 
     policy's training pass ─► taps: hidden states of some layers ─┐
                              output head: hidden states, weight   ─┴─► loss ─► gradients of the draft model only
@@ -8,30 +10,163 @@ separately. So the policy's weights are the same bits with a draft model and wit
 
 Invariant: the gradient is the mean over the positions of the whole update that count, so it does not depend on
 microbatches or ranks.
+
+The loss of a draft model: cross-entropy with the policy's distribution over the tokens that it can propose.
+
+    loss_k = -sum_v p_k(v) log q_k(v)        p: softmax of the policy's logits over these tokens; q: the draft model's
+
+A position whose most likely token cannot be proposed does not count. Source: EAGLE-3 (Li et al. 2025,
+arXiv:2503.01840). Logits are computed and differentiated chunk by chunk.
 """
 
 import logging
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
-from nemo_rl.distributed.parallel_logprobs.head import OutputHead
+from nemo_rl.config import PolicyConfig
+from nemo_rl.distributed.parallel_logprobs.head import OutputHead, default_chunk_size, widen
+from nemo_rl.distributed.ranks.collectives import all_gather
 from nemo_rl.distributed.ranks.placements import held_here
 from nemo_rl.models.attention import AttentionPlan, PackedRow, plan_of_row
-from nemo_rl.models.draft.head import DraftHead
-from nemo_rl.models.draft.loss import DraftSums, draft_loss
-from nemo_rl.models.draft.names import PREFIX, published
-from nemo_rl.models.draft.taps import Taps
-from nemo_rl.weight_sync.holdings import Held, Readable, block_of, dtype_name
+from nemo_rl.models.draft.choice import draft_folder, shape_of
+from nemo_rl.models.draft.head import DraftHead, read_weights
+from nemo_rl.models.draft.shape import PREFIX, published
+from nemo_rl.weight_sync.parts import Held, Readable, block_of, dtype_name
+
+
+class DraftSums(NamedTuple):
+    """Sums over positions, float64 scalars but for the differentiable loss."""
+
+    loss: Tensor
+    """Sum of the cross-entropy, float32 or wider."""
+    agreeing: Tensor
+    """Positions where policy and draft model have the same most likely token."""
+    counted: Tensor
+    """Positions that count."""
+
+
+def draft_loss(
+    draft_KD: Tensor,
+    weight_UD: Tensor,
+    hidden_KD: Tensor,
+    head: OutputHead,
+    vocab_size: int,
+    ids_U: Tensor | None,
+    chunk_size: int | None = None,
+) -> DraftSums:
+    """Compare the distributions after K positions; differentiable in the first two arguments.
+
+    Args:
+        draft_KD: the draft model's hidden states.
+        weight_UD: its output head, for the U tokens that it can propose.
+        hidden_KD: the policy's hidden states that predict the same tokens.
+        head: the policy's output head; its rows may be more than the tokens.
+        vocab_size: number of tokens of the policy.
+        ids_U: the policy's id of each of the U tokens; None: they are all tokens, in order.
+        chunk_size: positions whose logits are held at a time; None takes `default_chunk_size`.
+    """
+    size = chunk_size or default_chunk_size(on_gpu=draft_KD.is_cuda)
+    # Sums over nothing, so that a backward pass exists on a rank where no position is scored.
+    sums = [widen(draft_KD[:0].sum() + weight_UD[:0].sum())]
+    counts = [torch.zeros(2, dtype=torch.float64, device=draft_KD.device)]
+    for start in range(0, len(draft_KD), size):
+        part = slice(start, start + size)
+        loss, count = checkpoint(
+            _of_chunk, draft_KD[part], weight_UD, hidden_KD[part], head, vocab_size, ids_U, use_reentrant=False
+        )
+        sums.append(loss)
+        counts.append(count)
+    agreeing, counted = torch.stack(counts).sum(0)
+    return DraftSums(torch.stack(sums).sum(), agreeing, counted)
+
+
+def _of_chunk(
+    draft_nD: Tensor,
+    weight_UD: Tensor,
+    hidden_nD: Tensor,
+    head: OutputHead,
+    vocab_size: int,
+    ids_U: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        target_nV = head.logits(hidden_nD)
+        if head.group is not None:
+            target_nV = all_gather(target_nV, 1, head.group, partial_gradient=False)
+        target_nV = target_nV[:, :vocab_size]
+        target_nU = target_nV if ids_U is None else target_nV.index_select(1, ids_U)
+        counts_n = target_nU.max(-1).values == target_nV.max(-1).values
+    log_q_nU = OutputHead(weight_UD).logits(draft_nD).log_softmax(-1)
+    loss_n = -(target_nU.softmax(-1) * log_q_nU).sum(-1)
+    agreeing_n = (log_q_nU.argmax(-1) == target_nU.argmax(-1)) & counts_n
+    return (loss_n * counts_n).sum(), torch.stack([agreeing_n.sum(), counts_n.sum()]).double()
+
+
+class Taps:
+    """Hooks on the embedding and on decoder layers.
+
+    Invariant: nothing is kept outside `watching`, so a recomputation in the backward pass keeps nothing.
+
+    Args:
+        embedding: module whose output is the embedding of the tokens.
+        layers: all decoder layers of the policy, in order.
+        tapped_layers: the hidden states to keep, by the number of layers before them; 0 is the embedding.
+        rows_of: returns the hidden states `[B, T, D]` of whole rows from the output of one of these modules.
+    """
+
+    def __init__(
+        self,
+        embedding: nn.Module,
+        layers: Sequence[nn.Module],
+        tapped_layers: Sequence[int],
+        rows_of: Callable[[Any], Tensor],
+    ) -> None:
+        self._rows_of = rows_of
+        self._tapped = tuple(tapped_layers)
+        self._kept: dict[int, Tensor] = {}
+        self._watching = False
+        for number in {0, *tapped_layers}:
+            module = embedding if number == 0 else layers[number - 1]
+            module.register_forward_hook(self._hook(number))
+
+    def _hook(self, number: int) -> Any:
+        def keep(module: nn.Module, inputs: Any, output: Any) -> None:
+            if self._watching:
+                with torch.no_grad():
+                    self._kept[number] = self._rows_of(output).detach()
+
+        return keep
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Keep hidden states of the forward pass in the block."""
+        self._watching, self._kept = True, {}
+        try:
+            yield
+        finally:
+            self._watching, self._kept = False, {}
+
+    def embedding(self) -> Tensor:
+        """Return the kept embedding of the tokens."""
+        return self._kept[0]
+
+    def tapped(self) -> list[Tensor]:
+        """Return the kept hidden states, in the order of `tapped_layers`."""
+        return [self._kept[number] for number in self._tapped]
+
 
 logger = logging.getLogger(__name__)
 
@@ -222,3 +357,31 @@ class DraftTrainer:
 def _read(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     held = held_here(tensor)
     return [held.to(device, dtype)] if held.numel() else []
+
+
+def build_draft_model(
+    config: PolicyConfig, mesh: DeviceMesh, dtype: torch.dtype, device: torch.device, seed: int
+) -> DraftModel:
+    """Build the draft model of a policy section; collective.
+
+    FSDP2 shards it separately from the policy, because its backward pass runs inside the policy's forward pass.
+
+    Args:
+        config: the policy section.
+        mesh: ranks with different tokens, which share the weights.
+        dtype: dtype of its forward and backward pass; its weights are float32.
+        device: device on which it computes.
+        seed: run seed, for the weights of a new draft model.
+    """
+    head = DraftHead(shape_of(config))
+    head.draw(torch.Generator().manual_seed(seed))
+    if config.draft.model_name is not None:
+        read_weights(head, draft_folder(config.draft.model_name))
+    model = DraftModel(head.to(device), config.logprob_chunk_size)
+    if mesh.size() > 1 or dtype != torch.float32:
+        precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        fully_shard(model, mesh=mesh, mp_policy=precision)
+        assert isinstance(model, FSDPModule)
+        model.set_gradient_divide_factor(1.0)
+        model.set_force_sum_reduction_for_comms(True)
+    return model

@@ -32,27 +32,17 @@ from nemo_rl.distributed.workers.start_phases import start_phase
 from nemo_rl.host.device import free_cache
 from nemo_rl.models.accepted_rows import require_parameters
 from nemo_rl.models.attention.flash_attn import use_flash_attention
-from nemo_rl.models.draft import files as draft_files
-from nemo_rl.models.draft.build import build_draft_model
-from nemo_rl.models.draft.taps import Taps
-from nemo_rl.models.draft.trainer import DraftRows, DraftTrainer
+from nemo_rl.models.draft import head as draft_files
+from nemo_rl.models.draft.trainer import DraftRows, DraftTrainer, Taps, build_draft_model
+from nemo_rl.models.dtensor import lora as adapter_io
 from nemo_rl.models.dtensor.attention import VARLEN_ATTENTION
 from nemo_rl.models.dtensor.build import Built, build_model
 from nemo_rl.models.dtensor.checkpoints import model_files as checkpoint_io
 from nemo_rl.models.dtensor.checkpoints import training_state
-from nemo_rl.models.dtensor.checkpoints.materialize import materialize
+from nemo_rl.models.dtensor.checkpoints.held_weights import Results, held_weights
+from nemo_rl.models.dtensor.checkpoints.lazy_weights import materialize
 from nemo_rl.models.dtensor.context_parallel import ContextParallel
-from nemo_rl.models.dtensor.experts.balance import ExpertBalance, watch_experts
-from nemo_rl.models.dtensor.experts.replay import ReplayedRouters
-from nemo_rl.models.dtensor.held_weights import Results, held_weights
-from nemo_rl.models.dtensor.lora import files as adapter_io
-from nemo_rl.models.dtensor.lora.modules import (
-    SECTION,
-    LoraLinear,
-    adapted_modules,
-    check_adapters_moved,
-    merged_by_name,
-)
+from nemo_rl.models.dtensor.lora import SECTION, LoraLinear, adapted_modules, check_adapters_moved, merged_by_name
 from nemo_rl.models.dtensor.mesh import Meshes
 from nemo_rl.models.dtensor.optimizer import build_optimizer, build_scheduler, clip_gradients, optimizer_settings
 from nemo_rl.models.dtensor.parallelize import (
@@ -62,24 +52,25 @@ from nemo_rl.models.dtensor.parallelize import (
     shard,
 )
 from nemo_rl.models.dtensor.pipeline.runner import pipeline_for
-from nemo_rl.models.dtensor.pipeline.stages import keep_stage, stage_of
-from nemo_rl.models.dtensor.pipeline.weights import (
-    copied_parameters,
-    sum_shared_gradients,
-)
-from nemo_rl.models.huggingface.full_precision import stays_float32
+from nemo_rl.models.dtensor.pipeline.stages import copied_parameters, keep_stage, stage_of, sum_shared_gradients
+from nemo_rl.models.dtensor.routers import ExpertBalance, ReplayedRouters, watch_experts
 from nemo_rl.models.huggingface.layers import body, decoder_layers, first_tensor
-from nemo_rl.models.huggingface.load import torch_dtype
-from nemo_rl.models.training.checkpoint_writes import Keep, Write
-from nemo_rl.models.training.finite import not_finite
-from nemo_rl.models.training.host_memory import HostMemory, move_state, move_weights
+from nemo_rl.models.huggingface.load import stays_float32, torch_dtype
 from nemo_rl.models.training.inputs import ModelInputs, with_positions
 from nemo_rl.models.training.interfaces import CheckpointPaths, ForwardStep
 from nemo_rl.models.training.low_rank import require_on_some_rank
-from nemo_rl.models.training.sampling import sampling_density
-from nemo_rl.models.training.torch_backend import TorchBackend
+from nemo_rl.models.training.tensor_checks import not_finite
+from nemo_rl.models.training.torch_backend import (
+    HostMemory,
+    Keep,
+    TorchBackend,
+    Write,
+    move_state,
+    move_weights,
+    sampling_density,
+)
 from nemo_rl.utils.errors import ConfigError
-from nemo_rl.weight_sync.holdings import HeldWeights, ReadableWeights
+from nemo_rl.weight_sync.parts import HeldWeights, ReadableWeights
 
 logger = logging.getLogger(__name__)
 

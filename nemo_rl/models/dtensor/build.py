@@ -7,23 +7,49 @@ finds unsupported settings on a small probe model, and all ranks refuse them.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+import torch.distributed as dist
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.parallel_logprobs import LogitTransform
 from nemo_rl.models.dtensor.attention import attention_to_load, can_share_prompts, choose_attention
-from nemo_rl.models.dtensor.causal_lm import CausalLMWithLogprobs, build_causal_lm
-from nemo_rl.models.dtensor.decide_on_rank0 import decide_on_rank0
-from nemo_rl.models.dtensor.lora.modules import apply_lora
+from nemo_rl.models.dtensor.checkpoints.lazy_weights import LazyWeights, weights_left_in_files
+from nemo_rl.models.dtensor.heads import (
+    CausalLMWithLogprobs,
+    RewardModel,
+    build_causal_lm,
+    find_transform,
+    require_scoring_head,
+)
+from nemo_rl.models.dtensor.lora import apply_lora
 from nemo_rl.models.dtensor.pipeline.stages import try_division
-from nemo_rl.models.dtensor.reward_model import RewardModel, require_scoring_head
-from nemo_rl.models.huggingface.head import find_transform
 from nemo_rl.models.huggingface.layers import hidden_states, parts_without_text
-from nemo_rl.models.huggingface.lazy_weights import LazyWeights, weights_left_in_files
 from nemo_rl.models.huggingface.load import load_causal_lm, load_scoring_model
 from nemo_rl.models.huggingface.probe_model import small_probe_model
 from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
+from nemo_rl.utils.errors import ConfigError
+
+
+def decide_on_rank0[AnswerT](find_out: Callable[[], AnswerT]) -> AnswerT:
+    """Call a function on rank 0 and broadcast its result; collective.
+
+    Raises:
+        ConfigError: raised on all ranks if the function raised it on rank 0.
+    """
+    shared: list[Any] = [None, "rank 0 could not find out how the model computes; its log says why."]
+    try:
+        if dist.get_rank() == 0:
+            shared = [find_out(), None]
+    except ConfigError as error:
+        shared[1] = str(error)
+    finally:
+        dist.broadcast_object_list(shared, src=0)
+    answer, trouble = shared
+    if trouble is not None:
+        raise ConfigError(trouble)
+    return answer
 
 
 @dataclass(frozen=True)

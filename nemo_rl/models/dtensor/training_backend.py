@@ -15,12 +15,12 @@ from nemo_rl.config import CheckpointingConfig, PolicyConfig, report_findings
 from nemo_rl.models.accepted_rows import AcceptedRows
 from nemo_rl.models.huggingface.folders import MODEL_FOLDER, TENSOR_FILES, copy_model_folder
 from nemo_rl.models.huggingface.sizes import count_parameters
-from nemo_rl.models.training.model_folders import FolderBackend
+from nemo_rl.models.training.backends import FolderBackend
 
 if TYPE_CHECKING:  # see `models.training.backends`
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from nemo_rl.models.capacity.rank_memory import RankMemory
+    from nemo_rl.models.capacity.memory_trace import RankMemory
 
 
 class DTensorTraining(FolderBackend):
@@ -50,7 +50,7 @@ class DTensorTraining(FolderBackend):
     def check_sizes(self, policy: PolicyConfig, num_ranks: int, section: str = "policy") -> None:
         """Check the mesh without a proof; see `TrainingBackend.check_sizes`."""
         layout = self.layout_of(policy, num_ranks, section)
-        from nemo_rl.models.draft.check import check_draft
+        from nemo_rl.models.draft.choice import check_draft
         from nemo_rl.models.dtensor.mesh_check import check_mesh
         from nemo_rl.models.huggingface.load import load_model_config
 
@@ -58,7 +58,7 @@ class DTensorTraining(FolderBackend):
         report_findings(check_mesh(policy, layout, model, section, partial(_require_plan, policy)))
         report_findings(check_draft(policy))
         if policy.router_replay.enabled:
-            from nemo_rl.models.dtensor.experts.replay import check_configuration
+            from nemo_rl.models.dtensor.routers import check_configuration
 
             check_configuration(model)
 
@@ -72,7 +72,7 @@ class DTensorTraining(FolderBackend):
 
     @override
     def rank_memory(self) -> "type[RankMemory]":
-        from nemo_rl.models.dtensor.memory_plan import DTensorRank
+        from nemo_rl.models.dtensor.mesh_check import DTensorRank
 
         return DTensorRank
 
@@ -105,6 +105,6 @@ class DTensorTraining(FolderBackend):
 
 def _require_plan(policy: PolicyConfig, model: "PretrainedConfig") -> None:
     """Raise a ConfigError if there is no plan of how tensor-parallel ranks divide the model's layers."""
-    from nemo_rl.models.dtensor.tensor_parallel.plans import plan_for_configuration
+    from nemo_rl.models.dtensor.tensor_plans import plan_for_configuration
 
     plan_for_configuration(model, policy.dtensor_cfg.custom_parallel_plan, scores=policy.reward_model_cfg.enabled)

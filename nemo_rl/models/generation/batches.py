@@ -25,7 +25,7 @@ from nemo_rl.models.generation.interfaces import (
     GenerationRequest,
     GenerationResult,
 )
-from nemo_rl.models.generation.texts import sampled_text
+from nemo_rl.models.generation.responses import sampled_text
 from nemo_rl.utils.errors import NotBuiltError
 from nemo_rl.utils.seed import derive_seed
 

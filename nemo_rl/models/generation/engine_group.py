@@ -35,6 +35,7 @@ from ray.exceptions import RayError
 from nemo_rl.distributed.worker_groups import MultiWorkerFuture, RayWorkerGroup
 from nemo_rl.distributed.workers.results import WORKER_DEATHS
 from nemo_rl.host.processes import PROCESS_STATES
+from nemo_rl.models.generation.engine_load import load_metrics
 from nemo_rl.models.generation.interfaces import (
     COLLECT_POLL_S,
     GenerationInterface,
@@ -44,11 +45,20 @@ from nemo_rl.models.generation.interfaces import (
     ServedBy,
     engine_of,
 )
-from nemo_rl.models.generation.members import Member, Pending, choose, responses_so_far
-from nemo_rl.models.generation.replacements import Replacements
-from nemo_rl.models.generation.reports.load import load_metrics
-from nemo_rl.models.generation.scaling import EngineScaling
-from nemo_rl.models.generation.waits import Silence, Wait, Waits, give_up_waits, note_as_seen, some_answer
+from nemo_rl.models.generation.members import (
+    EngineScaling,
+    Member,
+    Pending,
+    Replacements,
+    Silence,
+    Wait,
+    Waits,
+    choose,
+    give_up_waits,
+    note_as_seen,
+    responses_so_far,
+    some_answer,
+)
 from nemo_rl.utils.errors import DeadlineExceededError, GenerationError, WorkerDiedError
 
 logger = logging.getLogger(__name__)

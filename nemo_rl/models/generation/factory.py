@@ -13,18 +13,17 @@ from nemo_rl.config import ClusterConfig, GenerationConfig, PolicyConfig
 from nemo_rl.config.rules.engines import misplaced
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
-from nemo_rl.models.capacity.engine_memory import engine_memory
+from nemo_rl.models.capacity.memory import engine_memory
 from nemo_rl.models.draft.choice import shape_of
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.interfaces import EngineSettings, SamplingParams
 from nemo_rl.models.generation.registry import ENGINES, engine_class, engine_kind, reports_experts
-from nemo_rl.models.generation.stop_tokens import stop_token_ids
+from nemo_rl.models.generation.responses import stop_token_ids
 from nemo_rl.models.generation.vllm.settings import kernel_variables
-from nemo_rl.models.generation.vllm.speculation.settings import proposes_by_trained_layers
+from nemo_rl.models.generation.vllm.speculation import proposes_by_trained_layers
 from nemo_rl.models.huggingface.load import load_model_config, require_text_model, torch_dtype
 from nemo_rl.models.huggingface.sizes import expert_parameters_of
-from nemo_rl.models.quantization.choice import FP8, weight_quantization
-from nemo_rl.models.quantization.weights import WeightQuantization
+from nemo_rl.models.quantization import FP8, WeightQuantization, weight_quantization
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.imports import import_dotted
 from nemo_rl.utils.named_parts import check_own_keys

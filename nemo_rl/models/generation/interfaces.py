@@ -17,9 +17,9 @@ from nemo_rl.compat.public_names import public_names
 from nemo_rl.data.model_rows import RowInputs
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.draft.shape import DraftShape
+from nemo_rl.models.generation.engine_load import EngineLoad
 from nemo_rl.models.generation.remote.chats import ChatAnswer, ChatInput
-from nemo_rl.models.generation.reports.load import EngineLoad
-from nemo_rl.models.quantization.weights import WeightQuantization
+from nemo_rl.models.quantization import WeightQuantization
 from nemo_rl.optimizations.switch import Choice
 from nemo_rl.weight_sync.parts import Parts
 

@@ -1,24 +1,47 @@
-"""The engines of a group as the controller sees them, and which of them gets a request.
+"""The engines of a group as the controller sees them: which one gets a request, which are replaced, join or leave.
 
-A request goes to the engine that holds its prefix, or else to the one that is expected to answer it first: the one with
-the fewest open requests, where those of a slow engine count more. Invariant: the choice changes no answer, because each
-request carries its seed.
+The engines of a group as the controller sees them, and which of them gets a request. A request goes to the engine that
+holds its prefix, or else to the one that is expected to answer it first: the one with the fewest open requests, where
+those of a slow engine count more. Invariant: the choice changes no answer, because each request carries its seed.
+
+Let engines leave and join while a run goes on, as many as a file says.
+
+    follow()   before each sync: read the file
+                 fewer: the last engines get no more requests, and answer those that they have
+                 more: the first engines that left are built again, in the background
+    change()   in the sync: end engines that have left and have no request; let engines that are built take part
+    opened()   after the sync: engines that joined have the weights and get requests
+
+The bundles of engines that left stay reserved for them. Invariants: the engines that take part are always the first
+ones, so their ranks have no gap; no engine gets a request before it has weights, and none ends with one.
+
+Wait for calls of engine workers on an event loop, without losing calls whose wait is given up.
+
+`engine_group` uses it for its long polls.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+from nemo_rl.distributed.worker_groups import RayWorkerGroup
 from nemo_rl.distributed.workers.results import WORKER_DEATHS
+from nemo_rl.files.regular_file import read_text
+from nemo_rl.host.background import in_background
+from nemo_rl.models.generation.engine_load import EngineLoad
 from nemo_rl.models.generation.interfaces import (
     GenerationRequest,
     GenerationResult,
     ResponseSoFar,
     ServedBy,
 )
-from nemo_rl.models.generation.reports.load import EngineLoad
+from nemo_rl.utils.errors import NodeLostError, ResourceInsufficientError, WorkerDiedError
 from nemo_rl.utils.timer import BusyClock
 
 _MORE_FOR_PREFIX = 8
@@ -177,3 +200,208 @@ def choose(members: Sequence[Member], prefix_at: ServedBy | None, weight_version
     if holder is None or holder.is_down or holder.num_starts != prefix_at.num_starts:
         return best
     return holder if len(holder.unfinished) <= len(best.unfinished) + _MORE_FOR_PREFIX else best
+
+
+logger = logging.getLogger(__name__)
+
+_MOST_STARTS = 3
+"""Starts of an engine that dies each time before it is ready."""
+
+
+class Replacements:
+    """Replaces engines and counts it.
+
+    Args:
+        workers: the workers of all engines.
+        setup_timeout_s: seconds to wait for the start of an engine.
+        most: engines that may be replaced in the run (`cluster.max_actor_restarts`).
+    """
+
+    def __init__(self, workers: RayWorkerGroup, setup_timeout_s: float, most: int) -> None:
+        self.count = 0
+        """Number of engines replaced so far."""
+        self._workers = workers
+        self._setup_timeout_s = setup_timeout_s
+        self._most = most
+
+    def replace(self, member: Member, reason: str, check: Callable[[], None]) -> None:
+        """Start a new engine for a member, again if it dies while it starts.
+
+        Args:
+            member: the dead engine.
+            reason: what happened to it.
+            check: called before another start; raises if the engines are not needed any more.
+
+        Raises:
+            WorkerDiedError: the run's restarts are used up, or the engine died at each of `_MOST_STARTS` starts.
+            ResourceInsufficientError: the engine's node was lost, and no other has room.
+        """
+        for num_left in reversed(range(_MOST_STARTS)):
+            self._note(member, reason)
+            try:
+                self._workers.restart_workers(member.ranks, self._setup_timeout_s)
+                break
+            except ResourceInsufficientError as shortage:
+                raise ResourceInsufficientError(f"{reason} {shortage}") from shortage
+            except WorkerDiedError as death:
+                if num_left == 0 or isinstance(death, NodeLostError):
+                    raise
+                reason = str(death)
+                check()
+        member.num_starts += 1
+        member.speed = Speed()
+
+    def _note(self, member: Member, reason: str) -> None:
+        self.count += 1
+        if self.count > self._most:
+            raise WorkerDiedError(
+                f"Generation engine {member.index} died and cluster.max_actor_restarts={self._most} restarts are used "
+                f"up. {reason}"
+            )
+        logger.warning(
+            "Generation engine %d died; restarting it (%d of %d) and re-issuing %d requests. %s",
+            member.index,
+            self.count,
+            self._most,
+            len(member.unfinished),
+            reason.splitlines()[0],
+        )
+
+
+class EngineScaling:
+    """Keeps the number of engines at the one in a file.
+
+    Args:
+        file: holds one number; without a file all engines run.
+        members: all engines of the run; they run at first.
+        workers: their processes.
+        setup_timeout_s: seconds that new engines may take to start.
+    """
+
+    def __init__(self, file: Path, members: Sequence[Member], workers: RayWorkerGroup, setup_timeout_s: float):
+        self.num_changes = 0
+        """How often engines left or joined."""
+        self._file = file
+        self._members = members
+        self._workers = workers
+        self._setup_timeout_s = setup_timeout_s
+        self._text = ""
+        self._wanted = len(members)
+        self._may_start = True
+        self._started: list[Member] = []
+        self._start: Future[None] | None = None
+        self._was_leaving: set[int] = set()
+        self._joined: list[Member] = []
+
+    def follow(self) -> None:
+        """Read the file, and let engines begin to leave or to join."""
+        self._read()
+        self._was_leaving = {member.index for member in self._members if member.is_leaving}
+        for member in self._members:
+            member.is_leaving = not member.is_away and member.index >= self._wanted
+        missing = [member for member in self._members if member.is_away and member.index < self._wanted]
+        if missing and self._start is None and self._may_start:
+            ranks = [rank for member in missing for rank in member.ranks]
+            logger.info("Starting generation engines %s.", [member.index for member in missing])
+            build = partial(self._workers.restart_workers, ranks, self._setup_timeout_s)
+            self._started, self._start = missing, in_background(build, "engines that join")
+
+    def change(self) -> None:
+        """End engines that are done, and let engines that are built take part; no other thread uses the engines."""
+        for member in reversed(self._members):
+            if member.is_away:
+                continue
+            # One that began to leave just now may be getting its last request in the thread of the requests.
+            if not member.is_leaving or member.unfinished or member.index not in self._was_leaving:
+                break
+            self._workers.end_workers(member.ranks)
+            member.is_away, member.is_leaving = True, False
+            self._changed(f"Generation engine {member.index} has left")
+        if self._start is not None and self._start.done():
+            self._join(self._start)
+
+    def _join(self, start: "Future[None]") -> None:
+        joining, self._started, self._start = self._started, [], None
+        failure = start.exception()
+        if failure is not None:
+            self._may_start = False  # until the file changes
+            logger.warning("Generation engines could not join: %s", failure)
+            return
+        for member in joining:
+            member.is_away, member.is_down = False, True
+            member.num_starts += 1
+            member.speed = Speed()
+            self._joined.append(member)
+            self._changed(f"Generation engine {member.index} joins")
+
+    def opened(self) -> None:
+        """Let engines that joined get requests; they have the current weights."""
+        for member in self._joined:
+            member.is_down = False
+        self._joined.clear()
+
+    def _changed(self, event: str) -> None:
+        self.num_changes += 1
+        count = sum(not member.is_away for member in self._members)
+        logger.info("%s; engines: %d of %d.", event, count, len(self._members))
+
+    def _read(self) -> None:
+        """Read the wanted number; a wrong one is reported once and changes nothing."""
+        try:
+            text = read_text(self._file).strip()
+        except FileNotFoundError:
+            text = str(len(self._members))
+        if not text or text == self._text:
+            return  # an empty file is being written
+        self._text, self._may_start = text, True
+        if text.isdecimal() and 1 <= int(text) <= len(self._members):
+            self._wanted = int(text)
+        else:
+            logger.warning(
+                "%s (policy.generation.num_engines_file) holds %r; write one number from 1 to %d, the engines that the "
+                "run has room for. It keeps %d.",
+                self._file,
+                text[:50],
+                len(self._members),
+                self._wanted,
+            )
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A wait for a call of `collect`, and its start by the loop's clock."""
+
+    future: asyncio.Future[Any]
+    since: float
+
+
+type Waits = dict[int, Wait]
+"""Waits by rank."""
+
+
+class Silence(Exception):  # noqa: N818
+    """Raised if a worker of an engine has not answered for too long."""
+
+    def __init__(self, rank: int, seconds: float) -> None:
+        super().__init__(f"rank {rank} was silent for {seconds:g} s")
+        self.rank, self.seconds = rank, seconds
+
+
+def note_as_seen(wait: asyncio.Future[Any]) -> None:
+    """Read the failure of a cancelled wait, so that asyncio does not report it."""
+    if not wait.cancelled():
+        wait.exception()
+
+
+def give_up_waits(waits: Waits, _: object = None) -> None:
+    """Cancel waits, but not their calls; asyncio would report waits that are pending when the loop closes."""
+    for wait in waits.values():
+        wait.future.cancel()
+    waits.clear()
+
+
+async def some_answer(waits: Waits, timeout_s: float) -> bool:
+    """Wait for some seconds; return whether one of the calls has ended."""
+    futures = [wait.future for wait in waits.values()]
+    done, _ = await asyncio.wait(futures, timeout=max(timeout_s, 0.0), return_when=asyncio.FIRST_COMPLETED)
+    return bool(done)

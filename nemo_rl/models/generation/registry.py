@@ -52,7 +52,7 @@ ENGINES = {
         accepts_grammars=True,
         reports_experts=True,
     ),
-    "hf": EngineKind("nemo_rl.models.generation.hf.engine.HfEngine", accepts_inputs=True),
+    "hf": EngineKind("nemo_rl.models.generation.hf.HfEngine", accepts_inputs=True),
     "megatron": EngineKind(
         "nemo_rl.models.generation.megatron.engine.MegatronEngine",
         rank_path="nemo_rl.models.generation.megatron.engine.MegatronRank",
@@ -60,7 +60,7 @@ ENGINES = {
     ),
     "sglang": EngineKind(
         "nemo_rl.models.generation.sglang.engine.SglangEngine",
-        check="nemo_rl.models.generation.sglang.check.check_model",
+        check="nemo_rl.models.generation.sglang.server.check_model",
     ),
 }
 """Engines that `policy.generation.backend` can name; any other value is the path of a user's class."""

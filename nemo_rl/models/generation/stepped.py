@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from nemo_rl.models.generation.engine_load import EngineLoad
 from nemo_rl.models.generation.interfaces import (
     FinishReason,
     GenerationRequest,
@@ -26,8 +27,7 @@ from nemo_rl.models.generation.interfaces import (
     ResponseSoFar,
     VersionSpan,
 )
-from nemo_rl.models.generation.reports.load import EngineLoad
-from nemo_rl.models.training.finite import listed
+from nemo_rl.models.training.tensor_checks import listed
 from nemo_rl.utils.errors import GenerationError, NonFiniteError
 
 _OVERFLOW = (

@@ -19,6 +19,7 @@ from functools import partial
 import torch
 
 from nemo_rl.distributed.ranks.process_group import outlive_failed_groups
+from nemo_rl.models.generation.engine_load import EngineLoad
 from nemo_rl.models.generation.interfaces import (
     COLLECT_POLL_S,
     Collected,
@@ -30,7 +31,6 @@ from nemo_rl.models.generation.interfaces import (
     engine_of,
 )
 from nemo_rl.models.generation.registry import engine_rows, grammar_refusal, make_engine
-from nemo_rl.models.generation.reports.load import EngineLoad
 from nemo_rl.optimizations.process_tuning import keep_freed_memory
 from nemo_rl.optimizations.switch import is_on
 from nemo_rl.utils.errors import GenerationError

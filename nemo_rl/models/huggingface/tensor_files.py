@@ -1,10 +1,13 @@
-"""Read tensors of several safetensors files by name and in parts, and write such files tensor by tensor.
+"""Find and download the safetensors files of a model, read their tensors in parts, and write such files.
+
+Read tensors of several safetensors files by name and in parts, and write such files tensor by tensor.
 
 Invariant: only requested parts of tensors are read, at the time of the request; mapped files count as page cache, not
 as memory of the process.
 """
 
 import json
+import logging
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +23,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 from nemo_rl.files.hub_download import download, one_download
 from nemo_rl.files.regular_file import read_text, require_regular
 from nemo_rl.host.waiting_log import StillWaiting
+from nemo_rl.utils.addresses import cluster_address
 from nemo_rl.utils.errors import CheckpointError
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
@@ -281,3 +285,33 @@ def write_model_files(
                 written += 1
                 progress.look()
     write_index(folder, file_of, sum(like.nbytes for like in likes.values()))
+
+
+logger = logging.getLogger(__name__)
+
+
+def download_models(names: Iterable[str]) -> None:
+    """Download models from the hub into this machine's cache, if the run has this machine only.
+
+    On the machines of a joined cluster the ranks download what they need, because this machine may be none of them.
+
+    Args:
+        names: folders, which are left alone, or hub ids.
+
+    Raises:
+        DownloadError: the files of a model do not arrive.
+    """
+    hub_ids = [name for name in dict.fromkeys(names) if not Path(name).expanduser().is_dir()]
+    address = cluster_address()
+    if address is None:
+        for name in hub_ids:
+            model_folder(name)
+        return
+    absent = [name for name in hub_ids if cached_folder(name) is None]
+    if absent:
+        logger.info(
+            "Machines of the cluster at %s that do not have %s download it by themselves; the logs of their ranks "
+            "count the megabytes.",
+            address,
+            " and ".join(absent),
+        )

@@ -25,22 +25,19 @@ from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.ranks.collectives import all_gather
 from nemo_rl.distributed.workers.start_phases import start_phase
 from nemo_rl.host.device import free_cache
-from nemo_rl.models.draft import files as draft_files
+from nemo_rl.models.draft import head as draft_files
 from nemo_rl.models.draft.trainer import DraftTrainer
 from nemo_rl.models.huggingface.load import load_model_config, torch_dtype
 from nemo_rl.models.huggingface.tensor_files import model_folder
 from nemo_rl.models.megatron.inputs import RankInputs, rank_inputs, row_order
 from nemo_rl.models.megatron.parallel import division_of, start_model_parallel
 from nemo_rl.models.megatron.release import require_megatron_core
-from nemo_rl.models.training.checkpoint_writes import Keep, Write
-from nemo_rl.models.training.host_memory import HostMemory, move_weights
 from nemo_rl.models.training.inputs import ModelInputs
 from nemo_rl.models.training.interfaces import CheckpointPaths, ForwardStep
 from nemo_rl.models.training.low_rank import require_on_some_rank
-from nemo_rl.models.training.sampling import sampling_density
-from nemo_rl.models.training.torch_backend import TorchBackend
+from nemo_rl.models.training.torch_backend import HostMemory, Keep, TorchBackend, Write, move_weights, sampling_density
 from nemo_rl.utils.errors import ConfigError
-from nemo_rl.weight_sync.holdings import HeldWeights, ReadableWeights
+from nemo_rl.weight_sync.parts import HeldWeights, ReadableWeights
 
 
 class MegatronBackend(TorchBackend):
@@ -70,11 +67,10 @@ class MegatronBackend(TorchBackend):
         with start_phase("groups of ranks"):
             groups = start_model_parallel(layout, section, device, seed)
         # Imported only now: on a machine without CUDA these modules need `start_model_parallel` first.
+        from nemo_rl.models.megatron import lora
         from nemo_rl.models.megatron import optimizer as optim
-        from nemo_rl.models.megatron.experts.load import ExpertLoad
-        from nemo_rl.models.megatron.experts.replay import ReplayedRouters
-        from nemo_rl.models.megatron.lora import modules as lora
-        from nemo_rl.models.megatron.mtp import MTPLoss
+        from nemo_rl.models.megatron.model.mtp import MTPLoss
+        from nemo_rl.models.megatron.routers import ExpertLoad, ReplayedRouters
         from nemo_rl.models.megatron.schedule import Schedule
         from nemo_rl.models.megatron.scoring import Scoring, logit_transform
 
@@ -166,7 +162,7 @@ class MegatronBackend(TorchBackend):
 
     def weights_here(self) -> dict[str, Tensor]:
         """See `PolicyBackend.weights_here`; uses Megatron Core's names, chunks in order."""
-        from nemo_rl.models.megatron.build import unwrap
+        from nemo_rl.models.megatron.model.build import unwrap
 
         self._optim.complete_weights(self.chunks)
         return {name: weight for chunk in self.chunks for name, weight in unwrap(chunk).named_parameters()}
@@ -198,8 +194,8 @@ class MegatronBackend(TorchBackend):
 
     @override
     def held_weights(self, dtype: torch.dtype | None = None) -> HeldWeights:
-        from nemo_rl.models.megatron.conversion.exporter import held_hf_weights
-        from nemo_rl.models.megatron.layers.float8 import free_float8_copies
+        from nemo_rl.models.megatron.conversion.holdings import held_hf_weights
+        from nemo_rl.models.megatron.model.layers import free_float8_copies
 
         if self._frees_float8:
             free_float8_copies(self.chunks)
@@ -229,7 +225,7 @@ class MegatronBackend(TorchBackend):
     def prepared(self, paths: CheckpointPaths, keep: Keep) -> Iterator[Write]:
         """See `TorchBackend.prepared`; with adapters also their files for other libraries."""
         from nemo_rl.models.megatron.checkpoints.run_state import prepared
-        from nemo_rl.models.megatron.lora.files import save_adapter
+        from nemo_rl.models.megatron.lora import save_adapter
 
         self._optim.complete_weights(self.chunks)
         yield from prepared(paths, self.chunks, self.optimizer, self.scheduler, self.hf_config, keep)
@@ -242,7 +238,7 @@ class MegatronBackend(TorchBackend):
     @override
     def load(self, paths: CheckpointPaths) -> None:
         from nemo_rl.models.megatron.checkpoints.run_state import load
-        from nemo_rl.models.megatron.lora.files import check_adapter
+        from nemo_rl.models.megatron.lora import check_adapter
 
         check_adapter(paths.weights, self._peft)
         self._optim.complete_weights(self.chunks)
@@ -261,7 +257,7 @@ class MegatronBackend(TorchBackend):
                 "The outputs of layers are not recorded with interleaved stages. Set "
                 "policy.megatron_cfg.virtual_pipeline_model_parallel_size=null for this."
             )
-        from nemo_rl.models.megatron.build import unwrap
+        from nemo_rl.models.megatron.model.build import unwrap
 
         layers: Any = unwrap(self.chunks[0]).decoder.layers
         return {f"model.layers.{layer.layer_number - 1}": layer for layer in layers}
@@ -299,7 +295,7 @@ class MegatronBackend(TorchBackend):
 
     def _weights(self) -> dict[str, Tensor]:
         """Return every parameter and buffer of this rank, by chunk and name."""
-        from nemo_rl.models.megatron.build import unwrap
+        from nemo_rl.models.megatron.model.build import unwrap
 
         return {
             f"{number}.{name}": tensor
@@ -323,8 +319,8 @@ def _loaded_chunks(
     hf_config: PretrainedConfig, config: PolicyConfig, precision: torch.dtype, device: torch.device, seed: int
 ) -> list[Any]:
     """Build this rank's virtual stages and load their weights from the files; collective."""
-    from nemo_rl.models.megatron.build import build_chunks, require_packed_attention, uses_transformer_engine
     from nemo_rl.models.megatron.conversion.importer import load_huggingface
+    from nemo_rl.models.megatron.model.build import build_chunks, require_packed_attention, uses_transformer_engine
     from nemo_rl.models.megatron.schedule import prepare
     from nemo_rl.models.megatron.scoring import give_scalar_head
 

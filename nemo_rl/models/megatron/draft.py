@@ -12,13 +12,11 @@ from torch.optim import SGD, AdamW, Optimizer
 from nemo_rl.config import PolicyConfig
 from nemo_rl.config.schema.model.megatron import MegatronOptimizerConfig
 from nemo_rl.distributed.ranks.collectives import all_gather
-from nemo_rl.models.draft.build import build_draft_model
-from nemo_rl.models.draft.taps import Taps
-from nemo_rl.models.draft.trainer import DraftModel, DraftRows, DraftTrainer
+from nemo_rl.models.draft.trainer import DraftModel, DraftRows, DraftTrainer, Taps, build_draft_model
 from nemo_rl.models.huggingface.layers import first_tensor
 from nemo_rl.models.huggingface.load import torch_dtype
-from nemo_rl.models.megatron.build import unwrap
 from nemo_rl.models.megatron.inputs import RankInputs
+from nemo_rl.models.megatron.model.build import unwrap
 from nemo_rl.models.megatron.parallel import Groups
 
 

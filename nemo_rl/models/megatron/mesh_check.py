@@ -1,7 +1,14 @@
-"""Check before Ray starts, from the model's configuration only, that Megatron Core can train on a mesh.
+"""Check before Ray starts that Megatron Core can train on a mesh, and predict the memory of each of its ranks.
 
-Does not import megatron. Invariant: all findings are reported together, with the arithmetic and the nearest valid
-choice.
+Check before Ray starts, from the model's configuration only, that Megatron Core can train on a mesh. Does not import
+megatron. Invariant: all findings are reported together, with the arithmetic and the nearest valid choice.
+
+Predict the memory of each rank of Megatron Core, as `dtensor.memory_plan` does for FSDP. Unlike with FSDP,
+data-parallel ranks do not shard weights and gradient buffers; they shard the optimizer's float32 state (ZeRO-1,
+Rajbhandari et al. 2020, arXiv:1910.02054). Activations are those of plain PyTorch layers, divided as in Korthikanti et
+al. 2022 (arXiv:2205.05198); Transformer Engine's fused layers keep less. Does not import megatron.
+
+Invariant: as in `models.capacity.memory`.
 """
 
 from collections.abc import Iterator
@@ -12,7 +19,9 @@ from transformers import PretrainedConfig
 from nemo_rl.config import MegatronConfig, PolicyConfig
 from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.models.megatron.families import MODEL_TYPES
+from nemo_rl.models.capacity.memory import WIDE, MemoryPlan, Moment, microbatches_in_flight
+from nemo_rl.models.capacity.memory_trace import GRADIENT_OF_LOGITS, Parameters, RankMemory
+from nemo_rl.models.megatron.model.families import MODEL_TYPES
 from nemo_rl.models.training.mesh_rules import Mesh, check_context, check_experts, divided_layers, vocabulary
 
 _FIRST, _LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
@@ -153,3 +162,183 @@ def _last_stages(layers: int, stages: int, chunks: int) -> Iterator[int]:
     for last in range(layers // stages, 0, -1):
         if last % chunks == 0 and _fits(layers, stages, chunks, {_LAST: last}):
             yield last
+
+
+_SELECTIVE = "Selective recomputation saves some of the activations; they are counted as if it were off."
+
+
+def stage_layers(total: int, stages: int, section: MegatronConfig) -> list[range]:
+    """Return the decoder layers of each pipeline stage, for sizes that `mesh_check` has accepted."""
+    first, last = section.num_layers_in_first_pipeline_stage, section.num_layers_in_last_pipeline_stage
+    given = (first or 0) + (last or 0)
+    size = (total - given) // max(stages - bool(first) - bool(last), 1)
+    counts = [size] * stages
+    counts[0], counts[-1] = first or counts[0], last or counts[-1]
+    starts = [sum(counts[:stage]) for stage in range(stages)]
+    return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+
+
+class MegatronRank(RankMemory):
+    """A rank of Megatron Core."""
+
+    @property
+    def layers(self) -> list[int]:
+        """Decoder layers of the stage; the last one again for each multi-token-prediction layer, of equal size."""
+        own = list(stage_layers(len(self.trace.layers), self.layout.pp, self.policy.megatron_cfg)[self.stage])
+        return own + own[-1:] * self._mtp_layers
+
+    @property
+    def _mtp_layers(self) -> int:
+        """Number of multi-token-prediction layers, which the last stage has."""
+        return self.policy.megatron_cfg.mtp_num_layers if self.has_head else 0
+
+    def plan(self) -> MemoryPlan:
+        """Predict the memory of all moments of a step."""
+        section, missing = self.policy.megatron_cfg, []
+        weights = {"weights": (self._dense + self._experts + self._adapters) * self.itemsize}
+        # With LoRA no copy is needed: the reference is the model with its adapters switched off.
+        copies = self.work.keeps_reference and not section.peft.enabled
+        host = {"reference weights and their place": 2 * weights["weights"]} if copies else {}
+        stays = weights | (host if self.work.on_cpu else {})
+        host = {} if self.work.on_cpu else host
+        if self.work.trains:
+            state = self._updated * WIDE * self._state_per_weight()
+            on_host = section.optimizer.optimizer_cpu_offload and not self.work.on_cpu
+            kept_there = state * section.optimizer.optimizer_offload_fraction if on_host else 0.0
+            stays |= {"gradients": self._gradients, "optimizer state": state - kept_there}
+            stays |= self.draft_model(self.layout.data_parallel_size)
+            host |= {"optimizer state": kept_there} if kept_there else {}
+        if not self.trace.activations:
+            missing.append("Activations are not known for this architecture.")
+        elif section.activation_checkpointing and section.recompute_granularity == "selective":
+            missing.append(_SELECTIVE)
+        moments = self._training() if self.work.trains else {"forward pass": self._pass()}
+        return MemoryPlan(stays, moments, host, " ".join(missing))
+
+    @property
+    def _dense(self) -> float:
+        """Number of elements outside of routed experts."""
+        inside = sum(self._part(self.trace.layers[index]) for index in self.layers)
+        inside += self._mtp_layers * 2 * self.trace.hidden**2 / self.layout.tp
+        if self._mtp_layers and self.layout.pp > 1:  # they embed tokens themselves
+            inside += self.model.vocab_size * self.trace.hidden / self.layout.tp
+        return inside + sum(each.matrices / self.layout.tp + each.vectors for each in self.outside)
+
+    def _part(self, layer: Parameters) -> float:
+        """Count a rank's elements of a layer; routers and the down projections of latent attention are not divided."""
+        latent, experts = getattr(self.model, "kv_lora_rank", None), self._count("n_routed_experts", "num_experts")
+        width = latent + self.model.qk_rope_head_dim + (self.model.q_lora_rank or 0) if latent else 0
+        whole = self.trace.hidden * (width + (experts if layer.experts else 0))
+        return (layer.matrices - whole) / self.layout.tp + whole + layer.vectors
+
+    def _count(self, *names: str) -> int:
+        return next((value for name in names if (value := getattr(self.model, name, None))), 0)
+
+    @property
+    def _experts(self) -> float:
+        """Number of elements of routed experts."""
+        parts = self.layout.ep * self.policy.megatron_cfg.expert_tensor_parallel_size
+        return sum(self.trace.layers[index].experts for index in self.layers) / parts
+
+    @property
+    def _adapters(self) -> float:
+        """Upper bound on the elements of the stage's adapters, without division; routed experts have no adapters."""
+        peft = self.policy.megatron_cfg.peft
+        return self.trace.linears * peft.dim * len(self.layers) / len(self.trace.layers) if peft.enabled else 0.0
+
+    @property
+    def _copies(self) -> tuple[int, float]:
+        """Numbers of ranks that hold the same dense weights, and that hold the same experts."""
+        layout, parts = self.layout, self.layout.ep * self.policy.megatron_cfg.expert_tensor_parallel_size
+        same = layout.data_parallel_size * layout.cp
+        return same, same * layout.tp / parts
+
+    @property
+    def _trained(self) -> tuple[float, float]:
+        """Numbers of elements with a gradient, outside of and in routed experts; with LoRA only those of adapters."""
+        return (self._adapters, 0.0) if self.policy.megatron_cfg.peft.enabled else (self._dense, self._experts)
+
+    @property
+    def _updated(self) -> float:
+        """Number of elements that the rank's optimizer updates."""
+        if not self.policy.megatron_cfg.optimizer.use_distributed_optimizer:
+            return sum(self._trained)
+        return sum(each / copies for each, copies in zip(self._trained, self._copies, strict=True))
+
+    @property
+    def _gradient_size(self) -> int:
+        return WIDE if self.policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32 else self.itemsize
+
+    @property
+    def _gradients(self) -> float:
+        """Bytes of the gradient buffers, which hold a gradient for every trained weight."""
+        return sum(self._trained) * self._gradient_size
+
+    def _state_per_weight(self) -> int:
+        """Return how many float32 numbers the optimizer keeps per weight: moments, and a copy of 16-bit weights."""
+        wanted = self.policy.megatron_cfg.optimizer
+        moments = 2 if wanted.optimizer == "adam" else int(wanted.sgd_momentum > 0)
+        return moments + (self.itemsize < WIDE)
+
+    def _training(self) -> dict[str, Moment]:
+        kept, again = self._activations()
+        # The backward pass of the head also needs the hidden states of all tokens that it works on (`hidden`) and the
+        # head's float32 copy and gradient (`2 * self.head`).
+        states = self.has_head * (2 + self._mtp_layers)
+        hidden = states * self.tokens * self.trace.hidden * self.itemsize
+        wide = self._updated * WIDE if self._gradient_size < WIDE else 0.0
+        moved = min(self.largest / self._copies[0], self._updated)
+        update = {"optimizer's temporaries": 2 * moved * WIDE} if self.work.on_cpu else {}
+        kept_at_head = kept + hidden + self.scalar_head()
+        return {
+            "head backward": {"activations": kept_at_head, "logits": self.logits(GRADIENT_OF_LOGITS) + 2 * self.head},
+            "layer backward": {"activations": kept + again, "logits": self.head},
+            "update": {"float32 gradients": wide} | update,
+        }
+
+    def _pass(self) -> Moment:
+        """Return the memory of a forward pass without backward: one layer and the head at a time."""
+        one = max(map(self._kept, range(len(self.trace.activations))), default=0.0)
+        return {"activations": one, "logits": self.logits(2)}
+
+    def _activations(self) -> tuple[float, float]:
+        """Return the bytes of activations kept for all microbatches in flight, and the bytes that are recomputed."""
+        section = self.policy.megatron_cfg
+        layers = self.layers if self.trace.activations else []
+        sharing = self.layout.tp if section.sequence_parallel else 1
+        whole, again = sum(map(self._kept, layers)), 0.0
+        if section.activation_checkpointing and section.recompute_granularity == "full":
+            again = max(map(self._kept, layers), default=0.0)
+            whole = sum(self.trace.activations[index].entry / sharing for index in layers)
+        chunks = section.virtual_pipeline_model_parallel_size or 1
+        return whole * microbatches_in_flight(self.stage, self.layout.pp, chunks) + self.trace.others / sharing, again
+
+    def _kept(self, index: int) -> float:
+        """Return the bytes that a layer keeps for one microbatch.
+
+        Sequence parallelism also divides the inputs of the blocks, which are gathered again in the backward pass.
+        """
+        layout, each = self.layout, self.trace.activations[index]
+        sharing = layout.tp if self.policy.megatron_cfg.sequence_parallel else 1
+        rows = layout.cp * (1 + self.work.on_cpu) if layout.cp > 1 else 1
+        inside = (each.inside + each.keys_values * rows + self._other_code(index)) / layout.tp
+        return (each.outside + each.into_blocks) / sharing + inside
+
+    def _other_code(self, index: int) -> float:
+        """Return the bytes that Megatron Core's blocks keep in addition to those of transformers.
+
+        Values are a view of the product that also holds queries and keys, so the whole product is kept. On CPUs the
+        output of attention is copied. In a gated feed-forward layer plain code keeps one more tensor of its width,
+        `up + offset` (`megatron.core.transformer.mlp`), and a fused kernel keeps one less.
+        """
+        model, numbers = self.model, 0
+        if not getattr(model, "kv_lora_rank", None):
+            size = getattr(model, "head_dim", None) or self.trace.hidden // model.num_attention_heads
+            queries = model.num_attention_heads * size
+            numbers += queries + model.num_key_value_heads * size + queries * self.work.on_cpu
+        width = model.intermediate_size
+        if self.trace.layers[index].experts:
+            routed = model.num_experts_per_tok + self._count("n_shared_experts")
+            width = routed * self._count("moe_intermediate_size", "intermediate_size")
+        fused = not self.work.on_cpu and self.policy.megatron_cfg.bias_activation_fusion
+        return (numbers + (-width if fused else width)) * self.tokens * self.itemsize

@@ -19,9 +19,9 @@ from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR, MTP_GRAD_NOR
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 
 from nemo_rl.config.schema.model.megatron import MegatronConfig, MegatronSchedulerConfig
-from nemo_rl.models.megatron import cpu_shim
-from nemo_rl.models.training.finite import not_finite
-from nemo_rl.models.training.host_memory import HostMemory, move_state
+from nemo_rl.models.megatron import parallel
+from nemo_rl.models.training.tensor_checks import not_finite
+from nemo_rl.models.training.torch_backend import HostMemory, move_state
 from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ def build_optimizer(
         store_param_remainders=False,
         clip_grad=wanted.clip_grad or 0.0,
     )
-    with cpu_shim.cuda_names():
+    with parallel.cuda_names():
         return get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
 
 
@@ -171,7 +171,7 @@ def clip_and_step(
         The norm before clipping, equal on all ranks; whether the update was made; and if it was not, the names of
         this rank's gradients that are not finite.
     """
-    with cpu_shim.cuda_names():
+    with parallel.cuda_names():
         overflow = optimizer.prepare_grads()
         norm, mtp_norm = float(optimizer.get_grad_norm()), _norm_of_mtp(optimizer)
         finite = math.isfinite(norm + mtp_norm) and math.isfinite(learning_rate(optimizer)) and not overflow

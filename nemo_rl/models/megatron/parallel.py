@@ -1,21 +1,172 @@
-"""Start Megatron Core's process groups and random states on this rank, from the parallel layout.
+"""Start Megatron Core on this rank: process groups, random states, and a replacement of CUDA where there is none.
+
+Start Megatron Core's process groups and random states on this rank, from the parallel layout.
 
 Invariant: ranks are numbered as in `parallel_layout` (pp outermost, tp innermost), which is Megatron Core's order
 `tp-cp-ep-dp-pp`; every group has the timeout of the default group.
+
+Make Megatron Core run without CUDA by replacing the functions of `torch.cuda` that it calls unconditionally. Only for
+the process of a rank, which does nothing else. Megatron Core asks `torch.cuda` for the current device, for streams and
+for the state of the random generator, and uses the device name `cuda` in a few places. Invariant: the replaced places
+are those of one version; other versions are refused, because a missed place may give wrong numbers.
 """
 
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import wraps
+from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from nemo_rl.config.schema.model.megatron import MegatronConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.ranks.collectives import Group
 from nemo_rl.distributed.ranks.process_group import collective_timeout
-from nemo_rl.models.megatron import cpu_shim
 from nemo_rl.models.megatron.inputs import Division
+from nemo_rl.models.megatron.release import require_megatron_core
 from nemo_rl.utils.errors import ConfigError
+
+_CPU = torch.device("cpu")
+_NAMES_CUDA = ("pipeline_parallel.schedules", "models.common.embeddings.rope_utils")
+"""Modules that every microbatch runs through and that make tensors on the device `cuda` or in page-locked memory."""
+_installed = False
+
+
+def install() -> None:
+    """Prepare this process; does nothing on a machine with CUDA, or when called again.
+
+    Raises:
+        ConfigError: the installed release of megatron-core is not the tested one.
+    """
+    global _installed
+    if _installed or torch.cuda.is_available():
+        return
+    require_megatron_core()
+    _answer_for_cuda()
+    # torch.compile would compile fused kernels, for seconds each; on CPUs they run uncompiled.
+    torch.compiler.set_stance("force_eager")
+    importlib.import_module("megatron.core.jit").disable_jit_fuser()
+    _replace_random_state()
+    _replace_split_sizes()
+    for name in _NAMES_CUDA:
+        module: Any = importlib.import_module(f"megatron.core.{name}")
+        module.torch = _TorchOnCpu()
+    _installed = True
+
+
+def cuda_names() -> AbstractContextManager[None]:
+    """Run a block in which tensors report CUDA types but are made on the CPU, for code of an optimizer.
+
+    When an optimizer is made, steps or is loaded, Megatron Core compares `tensor.type()` with the names of CUDA's
+    types. Has no effect without `install`.
+    """
+    return _cuda_names() if _installed else nullcontext()
+
+
+@contextlib.contextmanager
+def _cuda_names() -> Iterator[None]:
+    with _CudaNames():
+        yield
+
+
+class _CudaNames(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        return func(*args, **_on_cpu(kwargs or {}))
+
+
+def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a factory, changed to the CPU and to memory that is not page-locked."""
+    if str(kwargs.get("device")).startswith("cuda"):
+        kwargs = kwargs | {"device": _CPU}
+    return kwargs | {"pin_memory": False} if kwargs.get("pin_memory") else kwargs
+
+
+class _TorchOnCpu(ModuleType):
+    """Replacement for `torch` in a module of Megatron Core, whose factories make tensors on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        for name in ("zeros", "empty", "tensor", "ones"):
+            setattr(self, name, _made_on_cpu(getattr(torch, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(torch, name)
+        setattr(self, name, value)  # later look-ups do not call this function
+        return value
+
+
+def _made_on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> Tensor:
+        return factory(*args, **_on_cpu(kwargs))
+
+    return make
+
+
+class _NoStream:
+    """A stream or an event of a device that finishes all work before a call returns."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: _NoStream() if name == "record_event" else None
+
+    def query(self) -> bool:
+        return True
+
+    def __enter__(self) -> "_NoStream":
+        return self
+
+    def __exit__(self, *args: Any) -> None: ...
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _NoStream)
+
+    __hash__ = object.__hash__
+
+
+def _answer_for_cuda() -> None:
+    answers: dict[str, Any] = {
+        "current_device": lambda: _CPU,
+        "synchronize": lambda *args, **kwargs: None,
+        "Stream": _NoStream,
+        "Event": _NoStream,
+        "current_stream": lambda *args, **kwargs: _NoStream(),
+        "stream": lambda stream: nullcontext(),
+        "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
+        "manual_seed": torch.manual_seed,
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, answer)
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+
+
+def _replace_random_state() -> None:
+    """Make recomputed layers draw the same random numbers again, from the CPU's generator."""
+    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+
+def _replace_split_sizes() -> None:
+    """Convert the sizes of an exchange between experts to numbers; Megatron Core converts them on GPUs only."""
+    dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+
+    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+
+    dispatcher.maybe_move_tensor_to_cpu = to_host
 
 
 @dataclass(frozen=True)
@@ -47,7 +198,7 @@ def start_model_parallel(
     if layout.num_ranks != dist.get_world_size():
         raise ConfigError(f"the parallel layout has {layout.num_ranks} ranks, the group {dist.get_world_size()}.")
     if device.type == "cpu":
-        cpu_shim.install()
+        install()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 

@@ -22,9 +22,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
-from nemo_rl.models.megatron.experts.load import routers
-from nemo_rl.models.megatron.experts.replay import ReplayedRouters
 from nemo_rl.models.megatron.inputs import Division, RankInputs, without_scores
+from nemo_rl.models.megatron.routers import ReplayedRouters, routers
 from nemo_rl.models.megatron.scoring import Scoring
 from nemo_rl.models.training.interfaces import ForwardStep
 

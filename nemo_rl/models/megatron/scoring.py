@@ -27,7 +27,7 @@ from nemo_rl.models.megatron.inputs import RankInputs
 from nemo_rl.models.megatron.parallel import Groups
 
 if TYPE_CHECKING:
-    from nemo_rl.models.megatron.mtp import MTPLoss
+    from nemo_rl.models.megatron.model.mtp import MTPLoss
 
 
 class ScalarHead(nn.Module):

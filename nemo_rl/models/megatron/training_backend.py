@@ -16,13 +16,13 @@ from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.accepted_rows import AcceptedRows
 from nemo_rl.models.capacity.memory import microbatch_tokens
 from nemo_rl.models.megatron.checkpoints import ITERATION
-from nemo_rl.models.training.model_folders import FolderBackend
+from nemo_rl.models.training.backends import FolderBackend
 
 if TYPE_CHECKING:  # see `models.training.backends`
     import torch
     from transformers import PreTrainedModel
 
-    from nemo_rl.models.capacity.rank_memory import RankMemory
+    from nemo_rl.models.capacity.memory_trace import RankMemory
 
 
 logger = logging.getLogger(__name__)
@@ -73,10 +73,10 @@ class MegatronTraining(FolderBackend):
     def check_sizes(self, policy: PolicyConfig, num_ranks: int, section: str = "policy") -> None:
         """Make the checks of `check` without its warnings; see `TrainingBackend.check_sizes`."""
         layout = self.layout_of(policy, num_ranks, section)
-        from nemo_rl.models.draft.check import check_draft
+        from nemo_rl.models.draft.choice import check_draft
         from nemo_rl.models.huggingface.load import load_model_config
         from nemo_rl.models.megatron.mesh_check import check_mesh
-        from nemo_rl.models.megatron.model_check import check_expressible, check_mtp, check_options
+        from nemo_rl.models.megatron.model.model_check import check_expressible, check_mtp, check_options
 
         model = load_model_config(policy.model_name, policy.hf_config_overrides, section)
         report_findings(check_mesh(policy, layout, model, section))
@@ -92,7 +92,7 @@ class MegatronTraining(FolderBackend):
 
     @override
     def rank_memory(self) -> "type[RankMemory]":
-        from nemo_rl.models.megatron.memory_plan import MegatronRank
+        from nemo_rl.models.megatron.mesh_check import MegatronRank
 
         return MegatronRank
 

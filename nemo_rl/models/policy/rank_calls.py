@@ -1,24 +1,49 @@
-"""Call a policy's ranks, one thread at a time, with a deadline from `cluster.timeouts` for each call.
+"""Call a policy's ranks, and join what they return.
+
+Call a policy's ranks, one thread at a time, with a deadline from `cluster.timeouts` for each call.
 
 Invariant: all ranks get calls in the same order, and a thread that holds the ranks, such as a weight stream, never sees
 half-updated weights.
+
+Log-probabilities of stored rows, which stay in the object store like the rows. rank: with_tokens ─► scores ─► keep ─►
+object store ─────────────────► rank: with_tokens                                  └► references, errors ─► driver:
+of_rows ─┘
+
+Make a loss that is defined in a user's own file usable in the workers. Classes are pickled as "module and name", so a
+worker has to import the module. It can import installed packages, but not a file next to a script on another node.
+Invariant: code outside installed packages is pickled with the loss, all other code by name.
 """
 
+import logging
+import math
+import sys
+import sysconfig
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import ray
+import torch
+from ray import cloudpickle
 from ray.exceptions import RayError
+from torch import Tensor
 
 from nemo_rl.config import TimeoutsConfig
+from nemo_rl.data.stored_rows import StoredScores
 from nemo_rl.distributed.named_sharding import REPLICATED_AXES
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.worker_groups import MultiWorkerFuture, RayWorkerGroup
+from nemo_rl.losses.loss_function import AnyLossFunction
 from nemo_rl.models.policy.batching import ShardedBatch
-from nemo_rl.models.policy.work import PassKind, WorkCount
-from nemo_rl.models.policy.workers.costs import PassCosts
+from nemo_rl.models.policy.interfaces import TrainResult
+from nemo_rl.models.policy.workers.costs import PassCosts, PassKind, WorkCount
+from nemo_rl.models.policy.workers.loss_calls import join_updates, reduce_metrics
+from nemo_rl.models.policy.workers.rank import UpdateResult
+from nemo_rl.models.policy.workers.scoring import Kept
+from nemo_rl.models.training.tensor_checks import listed
 from nemo_rl.utils.errors import DeadlineExceededError, NemoRLError
 
 _DESCRIPTION_S = 60.0
@@ -104,3 +129,92 @@ class RankCalls:
         answers = self._workers.get_all_worker_results(future, timeout_s=timeout_s, phase=phase)
         self._num_ended += 1
         return answers
+
+
+logger = logging.getLogger(__name__)
+
+
+def join_ranks(parts: list[UpdateResult], valid: tuple[float, float], eval_mode: bool) -> dict[str, float]:
+    """Join the metrics of one update over all ranks."""
+    joined = reduce_metrics([part.metrics for part in parts]) | parts[0].model_metrics
+    joined["loss"] = sum(part.loss for part in parts)
+    joined["global_valid_seqs"], joined["global_valid_toks"] = valid
+    if not eval_mode:
+        joined["lr"] = parts[0].lr
+        joined["grad_norm"] = parts[0].grad_norm
+        joined["skipped_updates"] = float(parts[0].skipped)
+        joined["num_updates"] = float(not parts[0].skipped)
+        _warn_of_values(joined, parts[0])
+    return joined
+
+
+def _warn_of_values(update: dict[str, float], rank: UpdateResult) -> None:
+    """Warn on the driver if an update's loss, gradient or learning rate is not finite, and name the tensors."""
+    numbers = {name: update[name] for name in ("loss", "grad_norm", "lr")}
+    if not rank.skipped and all(map(math.isfinite, numbers.values())):
+        return
+    said = ", ".join(f"{name}={value:g}" for name, value in numbers.items())
+    names = f"; not finite: {listed(rank.not_finite)}" if rank.not_finite else ""
+    end = "This update is skipped: weights and optimizer are unchanged." if rank.skipped else "The update was made."
+    logger.warning("An update is not finite (%s%s). %s", said, names, end)
+
+
+def train_result(updates: list[dict[str, float]], loss_fn: AnyLossFunction) -> TrainResult:
+    """Build the result of all global batches; skipped ones are empty."""
+    made = [update for update in updates if update]
+    num_skipped = len(updates) - len(made)
+    none_made = {} if made else {"num_updates": 0.0}
+    metrics = {"global_valid_seqs": 0.0, "global_valid_toks": 0.0, **none_made} | join_updates(made, loss_fn)
+    if num_skipped:
+        logger.warning(
+            "%d of %d updates were skipped: none of their tokens counts in the loss.", num_skipped, len(updates)
+        )
+        metrics["skipped_updates"] = metrics.get("skipped_updates", 0.0) + num_skipped
+    names = list(dict.fromkeys(name for update in made for name in update))
+    return TrainResult(
+        loss=torch.tensor([update.get("loss", 0.0) for update in updates]),
+        grad_norm=torch.tensor([update.get("grad_norm", 0.0) for update in updates]),
+        metrics=metrics,
+        all_mb_metrics={name: [u[name] for u in made if name in u] for name in names},
+    )
+
+
+def join_layers(of_stages: list[tuple[list[str], list[torch.Tensor]]]) -> tuple[list[str], list[torch.Tensor]]:
+    """Join the layers of all pipeline stages in the order of their numbers; a stage may hold several chunks."""
+    layers = [pair for names, outputs in of_stages for pair in zip(names, outputs, strict=True)]
+    if len(of_stages) > 1:
+        # Imported here, because it imports torch.distributed.tensor and everything below it.
+        from transformers.core_model_loading import dot_natural_key
+
+        layers.sort(key=lambda pair: dot_natural_key(pair[0]))
+    return [name for name, _ in layers], [output for _, output in layers]
+
+
+def of_rows(sharded: ShardedBatch, kept: Sequence[Kept]) -> tuple[list[StoredScores | None], Tensor]:
+    """Return the scores of the ranks, and the errors `[B]` float32, in the order of the batch's rows."""
+    scores = [StoredScores(part.scores, start) for part in kept for start in part.starts]
+    order = [int(position) for position in sharded.plan.restore_order[: sharded.num_rows]]
+    return [scores[position] for position in order], sharded.restore([part.errors_B for part in kept])
+
+
+_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+_INSTALLED = tuple(Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "purelib", "platlib"))
+
+
+def make_portable(loss_fn: Any) -> None:
+    """Register the modules that define `loss_fn`, its class and its base classes to be pickled by value."""
+    definers = [loss_fn, *type(loss_fn).__mro__]
+    names = {getattr(definer, "__module__", None) for definer in definers}
+    for name in names:
+        module = sys.modules.get(name) if name is not None else None
+        if module is not None and _is_users_own(module):
+            cloudpickle.register_pickle_by_value(module)
+
+
+def _is_users_own(module: ModuleType) -> bool:
+    """Return whether a worker may not find the module."""
+    file = getattr(module, "__file__", None)
+    if module.__name__ == "__main__" or file is None:
+        return False
+    path = Path(file).resolve()
+    return not any(path.is_relative_to(root) for root in (_PACKAGE_ROOT, *_INSTALLED))

@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from nemo_rl.models.policy.lm_policy import Policy
-from nemo_rl.models.policy.metrics import reduce_metrics
+from nemo_rl.models.policy.workers.loss_calls import reduce_metrics
 from nemo_rl.models.policy.workers.update_recorder import RankUpdate
-from nemo_rl.models.training.fingerprints import Fingerprint, joined
+from nemo_rl.models.training.tensor_checks import Fingerprint, joined
 
 
 @dataclass(frozen=True)

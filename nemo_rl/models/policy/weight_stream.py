@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager
 from nemo_rl.distributed.workers.results import PendingCall
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.weight_sync.buckets import Bucket
-from nemo_rl.weight_sync.encoding import Encoding
 from nemo_rl.weight_sync.endpoints import merge_buckets
+from nemo_rl.weight_sync.exchange import Encoding
 from nemo_rl.weight_sync.lanes import Lane
 
 

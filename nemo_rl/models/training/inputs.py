@@ -22,7 +22,7 @@ from nemo_rl.data.routed_experts import ROUTED_EXPERTS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_logprobs import TopK
 from nemo_rl.host.device import to_device
-from nemo_rl.models.router_replay.layout import laid_out
+from nemo_rl.models.expert_routing import laid_out
 from nemo_rl.models.training.shared_prefixes import share_prefixes, spread
 
 type Places = Callable[[Tensor, Tensor], Tensor]

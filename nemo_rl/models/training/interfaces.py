@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.training.inputs import ModelInputs
-from nemo_rl.weight_sync.holdings import HeldWeights, WholeWeights
+from nemo_rl.weight_sync.parts import HeldWeights, WholeWeights
 
 ForwardStep = Callable[[int, Tensor, Tensor], Tensor | None]
 """Maps `(microbatch index, logprobs_K, entropy_K)` to a scalar loss, or to None when only scoring.

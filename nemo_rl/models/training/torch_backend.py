@@ -1,25 +1,119 @@
-"""Share what the library's own training backends do alike: reference weights and saves.
+"""Share what the library's own training backends do alike: reference weights, saves, state in host memory.
+
+Share what the library's own training backends do alike: reference weights and saves.
 
 Invariant: the reference is a copy of the initial weights in host memory, or the model without its adapters, which then
 needs no copy; a save that is staged writes the state as it was when it was staged.
+
+Prepare the parts of a checkpoint before they are written, with copies if training continues during the write.
+
+Invariant: a `Write` writes the state as it was at preparation, provided that `Keep` copied it.
+
+Keep a model's state in host memory while other models use its device.
+
+Invariant: memory is allocated once for each tensor, page-locked if a GPU copies from and to it, and reused by every
+later move; the state comes back bit for bit.
 """
 
+import random
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, override
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from nemo_rl.config import PolicyConfig
+from nemo_rl.distributed.parallel_logprobs import SamplingDensity
 from nemo_rl.host.device import device_for
-from nemo_rl.models.training.checkpoint_writes import Keep, Write, as_it_is
-from nemo_rl.models.training.host_memory import HostMemory
 from nemo_rl.models.training.interfaces import CheckpointPaths, PolicyBackend
 from nemo_rl.models.training.low_rank import adapters_off
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 from nemo_rl.weight_sync.exchange import everywhere
+
+type Keep = Callable[[str, Tensor], Tensor]
+"""Maps a name and its tensor to the tensor to write: itself, or a copy that later updates do not change."""
+type Write = Callable[[dist.ProcessGroup | None], None]
+"""Writes a prepared part of a checkpoint; ranks synchronise in the process group, None is the default one."""
+
+
+def as_it_is(name: str, tensor: Tensor) -> Tensor:
+    """Return the tensor itself, for a part that is written immediately."""
+    return tensor
+
+
+class HostMemory:
+    """Named copies of tensors.
+
+    Args:
+        pinned: page-lock the memory, so that copies to and from a GPU are asynchronous (see
+            `host.device.exact_page_locking`).
+    """
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._copies: dict[str, Tensor] = {}
+
+    def store(self, name: str, tensor: Tensor) -> Tensor:
+        """Copy a tensor, sharded or not, into the memory of this name.
+
+        Returns:
+            The copy, which the next `store` of the name overwrites. A copy from a GPU is complete for the host after a
+            synchronisation, and immediately for later work of that GPU.
+        """
+        held = self._copies.get(name)
+        if held is None:
+            held = self._copies[name] = torch.empty_like(tensor, device="cpu", pin_memory=self._pinned)
+        return held.copy_(tensor, non_blocking=True)
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether a tensor was stored under the name."""
+        return name in self._copies
+
+
+@torch.no_grad()
+def move_state(optimizer: Optimizer, memory: HostMemory, device: torch.device, *, to_host: bool) -> None:
+    """Move an optimizer's state, except step counts, from a device into host memory or back.
+
+    State on other devices stays where it is, as do entries that are the parameter itself.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, parameter in enumerate(parameters):
+        state = optimizer.state.get(parameter, {})
+        for name, value in state.items():
+            if not isinstance(value, Tensor) or value.dim() == 0 or value is parameter:
+                continue
+            place = f"{index}.{name}"
+            if to_host and _is_on(device, value):
+                state[name] = memory.store(place, value)
+            elif not to_host and place in memory:
+                state[name] = _copy(value, device)
+
+
+@torch.no_grad()
+def move_weights(model: nn.Module, memory: HostMemory, device: torch.device, *, to_host: bool) -> None:
+    """Move a model's parameters and buffers, which are resharded already, into host memory or to a device."""
+    if not to_host:
+        model._apply(lambda tensor: _copy(tensor, device))
+        return
+    named = [*model.named_parameters(), *model.named_buffers()]
+    copies = {id(tensor): memory.store(name, tensor) for name, tensor in named}
+    # FSDP2 reads the tensors from `_apply` on the host, where it pads an uneven shard into separate memory.
+    device_for(uses_gpu=device.type != "cpu").synchronize()
+    model._apply(lambda tensor: copies[id(tensor)])
+
+
+def _is_on(device: torch.device, tensor: Tensor) -> bool:
+    return tensor.device.type == device.type
+
+
+def _copy(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.detach().to(device, non_blocking=True, copy=True)
 
 
 class TorchBackend(PolicyBackend):
@@ -102,3 +196,45 @@ class TorchBackend(PolicyBackend):
     def _require_optimizer(self, paths: CheckpointPaths) -> None:
         if paths.optimizer is not None and self.optimizer is None:
             raise CheckpointError("This policy has no optimizer to save; leave optimizer_path out.")
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the state of this process's generators, in types that load without executing code."""
+    numpy_state = np.random.get_state(legacy=False)
+    assert isinstance(numpy_state, dict)
+    inner = numpy_state["state"]
+    return {
+        "python": random.getstate(),
+        "numpy": {
+            **numpy_state,
+            "state": {"key": torch.from_numpy(inner["key"].astype(np.int64)), "pos": inner["pos"]},
+        },
+        "torch": torch.get_rng_state(),
+        "accelerator": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+    }
+
+
+def rng_file(folder: Path) -> Path:
+    """Return the file in an optimizer folder that holds this rank's state."""
+    return folder / "rng" / f"rank_{dist.get_rank():05d}.pt"
+
+
+def restore_rng_state(state: dict[str, Any]) -> None:
+    """Restore the state that `rng_state` returned."""
+    random.setstate(state["python"])
+    numpy_state = state["numpy"]
+    key, position = numpy_state["state"]["key"], numpy_state["state"]["pos"]
+    inner = {"key": key.numpy().astype(np.uint32), "pos": position}
+    np.random.set_state({**numpy_state, "state": inner})
+    torch.set_rng_state(state["torch"])
+    if state["accelerator"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["accelerator"])
+
+
+def sampling_density(config: PolicyConfig) -> SamplingDensity:
+    """Return the density that `policy.generation` samples from; the plain softmax without that section."""
+    generation = config.generation
+    if generation is None:
+        return SamplingDensity()
+    top_k = generation.top_k if generation.top_k is not None and generation.top_k > 0 else None
+    return SamplingDensity(generation.temperature, top_k, generation.top_p)

@@ -17,7 +17,7 @@ from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.branches import Branch
 from nemo_rl.experience.trajectory import Outcome, Trajectory
-from nemo_rl.losses.mse_value import MseValueLossFn
+from nemo_rl.losses.supervised import MseValueLossFn
 from nemo_rl.utils.errors import ConfigError, DataError
 
 CPU = REPOSITORY_ROOT / "examples/configs/ppo_math_cpu.yaml"

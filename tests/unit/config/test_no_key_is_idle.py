@@ -27,8 +27,7 @@ from nemo_rl.config.rules.models import check_backend
 from nemo_rl.config.schema.model.megatron import MegatronConfig
 from nemo_rl.config.schema.model.parallel import DTensorConfig, TrainingBackendConfig
 from nemo_rl.environments.workers.loading import WORKER_KEYS
-from nemo_rl.losses.feedback import KTOLossConfig
-from nemo_rl.losses.preference import DPOLossConfig
+from nemo_rl.losses.preference import DPOLossConfig, KTOLossConfig
 
 LIBRARY = REPOSITORY_ROOT / "nemo_rl"
 TRACKERS = ("wandb", "tensorboard", "mlflow", "swanlab", "trackio")
@@ -164,12 +163,12 @@ def test_the_library_reads_every_key(sources: dict[Path, str]) -> None:
 PLANTED = {
     "dynamic_batching.sequence_length_round, while packing has a key of the same name": (
         ("models/policy/batching.py", "config.dynamic_batching.sequence_length_round", "round_to"),
-        ("models/policy/workers/base.py", "config.dynamic_batching.sequence_length_round", "round_to"),
+        ("models/policy/workers/rank.py", "config.dynamic_batching.sequence_length_round", "round_to"),
         {"DynamicBatchingConfig.sequence_length_round", "PairDynamicBatchingConfig.sequence_length_round"},
     ),
     "dynamic_batching.enabled, a name that many sections have": (
         ("models/policy/batching.py", "config.dynamic_batching.enabled", "False"),
-        ("models/policy/workers/base.py", "config.dynamic_batching.enabled", "False"),
+        ("models/policy/workers/rank.py", "config.dynamic_batching.enabled", "False"),
         ("algorithms/supervised/start.py", "policy.dynamic_batching.enabled", "False"),
         ("models/capacity/memory.py", "if way.enabled", "if True"),
         ("commands/size/search.py", "section.dynamic_batching.enabled", "False"),

@@ -14,7 +14,7 @@ from nemo_rl.evals.prompts import EvalPrompts
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutRunner
 from nemo_rl.models.generation.factory import engine_settings, sampling_params
-from nemo_rl.models.generation.hf.engine import HfEngine
+from nemo_rl.models.generation.hf import HfEngine
 from nemo_rl.models.generation.interfaces import GenerationInterface, GenerationRequest, GenerationResult
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -38,7 +38,7 @@ from nemo_rl.models.generation.interfaces import (
     SamplingParams,
     VersionSpan,
 )
-from nemo_rl.models.generation.responses.continued import joined, rest_of
+from nemo_rl.models.generation.responses import joined, rest_of
 from nemo_rl.utils.errors import GenerationError
 
 SAMPLING = SamplingParams(max_new_tokens=40, stop_token_ids=(0,))

@@ -27,8 +27,8 @@ from nemo_rl.experience.runners.stored import messages_of, split, whole
 from nemo_rl.experience.trajectory import Outcome, Rollouts, Trajectory
 from nemo_rl.models.generation.interfaces import VersionSpan
 from nemo_rl.models.policy.batching import count_valid, scoring_rows, shard_batch
-from nemo_rl.models.policy.stored_scores import of_rows
-from nemo_rl.models.policy.workers.kept_scores import keep
+from nemo_rl.models.policy.rank_calls import of_rows
+from nemo_rl.models.policy.workers.scoring import keep
 
 PAD = 9
 PAD_T = torch.tensor([PAD])

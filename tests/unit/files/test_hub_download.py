@@ -19,8 +19,7 @@ from pseudo_terminal import BAR, lines_of, on_terminal
 from nemo_rl.files import hub_download
 from nemo_rl.files.hub_download import download
 from nemo_rl.host import waiting_log
-from nemo_rl.models.downloads import download_models
-from nemo_rl.models.huggingface.tensor_files import model_folder
+from nemo_rl.models.huggingface.tensor_files import download_models, model_folder
 from nemo_rl.utils.errors import DownloadError
 
 MODEL = "owner/name"

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from nemo_rl.files.safe_checkpoint import METADATA_FILE, only_plain_values, read_metadata
 from nemo_rl.files.safe_load import load_plain
-from nemo_rl.models.megatron.checkpoints.saved_tensors import SavedTensors
+from nemo_rl.models.megatron.checkpoints.folder import SavedTensors
 from nemo_rl.utils.errors import CheckpointError
 
 pytestmark = pytest.mark.fast

@@ -22,7 +22,7 @@ from nemo_rl.evals.records import _whole_prompts
 from nemo_rl.files.safe_checkpoint import read_metadata
 from nemo_rl.files.safe_load import load_plain
 from nemo_rl.kits.judges.reward_model import _require_classifier
-from nemo_rl.models.generation.stop_tokens import stop_token_ids
+from nemo_rl.models.generation.responses import stop_token_ids
 from nemo_rl.models.huggingface.load import load_causal_lm, load_model_config, load_scoring_model
 from nemo_rl.models.huggingface.sizes import count_parameters
 from nemo_rl.utils.errors import DataError

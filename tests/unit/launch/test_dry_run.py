@@ -22,8 +22,8 @@ from nemo_rl.config import (
     load_config,
 )
 from nemo_rl.launch.command_line import launch
-from nemo_rl.losses.pair_losses import VARIANTS, make_variant
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
+from nemo_rl.losses.preference import VARIANTS, make_variant
 from nemo_rl.models.capacity.hub_configs import FOLDER, known_models, with_local_configs
 from nemo_rl.models.dtensor.training_backend import DTensorTraining
 from nemo_rl.models.huggingface.sizes import count_parameters

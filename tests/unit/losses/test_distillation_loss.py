@@ -15,9 +15,9 @@ from nemo_rl.distributed.parallel_logprobs import (
     token_logprobs,
     topk_logits,
 )
-from nemo_rl.losses.distillation import LOG_TEACHER_OUTSIDE, DistillationLossFn
 from nemo_rl.losses.invariance import check_invariance
 from nemo_rl.losses.loss_function import LossInputType, LossType
+from nemo_rl.losses.supervised import LOG_TEACHER_OUTSIDE, DistillationLossFn
 from nemo_rl.utils.errors import ConfigError
 
 pytestmark = pytest.mark.fast

@@ -9,8 +9,8 @@ from loss_batches import random_batch
 from nemo_rl.algorithms.kto import KTOPreparation, kl_estimate, mismatched_rows, rotation
 from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.losses.feedback import KTOLossConfig, KTOLossFn
 from nemo_rl.losses.invariance import check_invariance
+from nemo_rl.losses.preference import KTOLossConfig, KTOLossFn
 
 pytestmark = pytest.mark.fast
 

@@ -7,8 +7,8 @@ import torch
 from loss_batches import denominators, random_batch
 
 from nemo_rl.losses.invariance import check_invariance
-from nemo_rl.losses.likelihood import NLLLossFn
 from nemo_rl.losses.preference import DPOLossConfig, DPOLossFn, PreferenceLossFn
+from nemo_rl.losses.supervised import NLLLossFn
 from nemo_rl.utils.errors import DataError
 
 pytestmark = pytest.mark.fast

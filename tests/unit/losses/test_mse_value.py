@@ -6,7 +6,7 @@ from torch import Tensor
 
 from nemo_rl.losses.invariance import check_invariance
 from nemo_rl.losses.loss_function import LossInputType
-from nemo_rl.losses.mse_value import MseValueLossFn
+from nemo_rl.losses.supervised import MseValueLossFn
 from nemo_rl.utils.errors import ConfigError
 
 

@@ -7,8 +7,7 @@ import torch
 from loss_batches import random_batch
 
 from nemo_rl.losses.invariance import check_invariance
-from nemo_rl.losses.pair_losses import VARIANTS, CentredMargin
-from nemo_rl.losses.preference import DPOLossConfig, DPOLossFn, PreferenceLossFn
+from nemo_rl.losses.preference import VARIANTS, CentredMargin, DPOLossConfig, DPOLossFn, PreferenceLossFn
 from nemo_rl.utils.errors import ConfigError
 
 pytestmark = pytest.mark.fast

@@ -12,7 +12,7 @@ from nemo_rl.config import ClippedPGLossConfig
 from nemo_rl.losses.invariance import check_invariance
 from nemo_rl.losses.loss_function import extreme_of
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
-from nemo_rl.models.policy.metrics import join_updates, mean_weight
+from nemo_rl.models.policy.workers.loss_calls import join_updates, mean_weight
 
 pytestmark = pytest.mark.fast
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.config import ClippedPGLossConfig
-from nemo_rl.losses.kl import calculate_kl
+from nemo_rl.losses.divergence import calculate_kl
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
 from nemo_rl.losses.reductions import (
     masked_max,

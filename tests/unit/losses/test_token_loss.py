@@ -9,10 +9,9 @@ from loss_batches import denominators, random_batch
 from ray import cloudpickle
 
 import nemo_rl
-from nemo_rl.losses.likelihood import NLLLossFn
-from nemo_rl.losses.loss_function import LossInputType, LossType
-from nemo_rl.losses.token_loss import TokenLoss, token_loss
-from nemo_rl.models.policy.portable_loss import make_portable
+from nemo_rl.losses.loss_function import LossInputType, LossType, TokenLoss, token_loss
+from nemo_rl.losses.supervised import NLLLossFn
+from nemo_rl.models.policy.rank_calls import make_portable
 
 pytestmark = pytest.mark.fast
 

@@ -12,8 +12,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from nemo_rl.models.draft.head import DraftHead
-from nemo_rl.models.draft.names import published
-from nemo_rl.models.draft.shape import DraftShape
+from nemo_rl.models.draft.shape import DraftShape, published
 
 
 class Reference(nn.Module):

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from nemo_rl.weight_sync.buckets import cut, view_of
 from nemo_rl.weight_sync.exchange import BlockReader, Exchange, everywhere, fill
-from nemo_rl.weight_sync.holdings import HeldWeights
 from nemo_rl.weight_sync.lanes import plan_lanes
-from nemo_rl.weight_sync.parts import Part, Parts, whole
+from nemo_rl.weight_sync.parts import HeldWeights, Part, Parts, whole
 
 ENGINES = ("tp1", "tp2", "pp2")
 """Layouts of engines."""

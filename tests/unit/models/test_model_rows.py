@@ -18,15 +18,15 @@ from nemo_rl.data.collate_fn import sft_collate_fn
 from nemo_rl.data.datasets.setup import RunData
 from nemo_rl.data.model_rows import RowInput, RowInputs
 from nemo_rl.distributed.ranks.placements import whole
-from nemo_rl.losses.likelihood import NLLLossFn
+from nemo_rl.losses.supervised import NLLLossFn
 from nemo_rl.models.accepted_rows import WHO_ACCEPTS
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.generation.hf.engine import HfEngine
+from nemo_rl.models.generation.hf import HfEngine
 from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest, SamplingParams
 from nemo_rl.models.generation.registry import ENGINES
 from nemo_rl.models.generation.worker import GenerationWorker
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
-from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.models.policy.workers.rank import PolicyWorker
 from nemo_rl.utils.errors import ConfigError, GenerationError
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.models.policy.batching import count_valid, shard_batch, training_strategy
-from nemo_rl.models.policy.workers.base import PolicyWorker, UpdateResult
+from nemo_rl.models.policy.workers.rank import PolicyWorker, UpdateResult
 
 
 def update(worker: PolicyWorker, config: PolicyConfig, seed: int, rank: int = 0, world_size: int = 1) -> UpdateResult:

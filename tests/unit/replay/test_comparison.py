@@ -25,7 +25,7 @@ from nemo_rl.commands.replay.records import Step
 from nemo_rl.commands.replay.run import write_text
 from nemo_rl.config.rules.resume import ChangedKey
 from nemo_rl.models.policy.update_records import UpdateRecord
-from nemo_rl.models.training.fingerprints import fingerprint
+from nemo_rl.models.training.tensor_checks import fingerprint
 from nemo_rl.utils.errors import ReplayError
 
 EXACT = Tolerances()
@@ -85,7 +85,7 @@ def step(*updates: UpdateRecord, samples: list[dict[str, Any]] | None = None, **
             "config": {"policy": {"precision": "float32"}},
             "samples": samples or [sample(0), sample(1)],
             "environment": {"torch": "2.13.0"},
-            "code": {"losses/kl.py": "1", "losses/objectives.py": "2"},
+            "code": {"losses/divergence.py": "1", "losses/objectives.py": "2"},
             "layout": {"pp": 1, "dp_shard": 1},
         },
         {"advantages": torch.tensor([[0.0, 0.5, 0.5, 0.5], [0.0, -0.5, -0.5, 0.0]])} | tensors,
@@ -385,7 +385,7 @@ def test_the_same_place_compares_bits_unless_a_factor_is_given() -> None:
 
 def test_changed_files_of_the_library_are_listed() -> None:
     now = step()
-    summary = {**now.summary, "code": {"losses/kl.py": "1", "losses/objectives.py": "3", "losses/new.py": "4"}}
+    summary = {**now.summary, "code": {"losses/divergence.py": "1", "losses/objectives.py": "3", "losses/new.py": "4"}}
     assert code_notes(step(), replace(now, summary=summary)) == [
         "files of nemo_rl that have changed since the run: losses/new.py, losses/objectives.py"
     ]

@@ -22,7 +22,7 @@ from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
 from nemo_rl.models.policy.workers.update_recorder import RankUpdate
-from nemo_rl.models.training.fingerprints import Piece, fingerprint
+from nemo_rl.models.training.tensor_checks import Piece, fingerprint
 from nemo_rl.utils.errors import ReplayError
 
 WEIGHT = {"w": Piece((0,), fingerprint(torch.tensor([0.1, 0.2])))}

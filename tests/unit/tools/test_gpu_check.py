@@ -29,7 +29,7 @@ from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.generation.worker import GenerationWorker
 from nemo_rl.models.policy.workers.rank import PolicyRank
 from nemo_rl.utils.errors import ConfigError, WeightSyncError
-from nemo_rl.weight_sync.shared_memory import SharedMemorySender
+from nemo_rl.weight_sync.transport import SharedMemorySender
 
 SETTING = Setting(cpu=True, folder="", bench="sample_checks:Stand")
 

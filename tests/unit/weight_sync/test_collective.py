@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 from sync_processes import Child, ReceivingEngine, RemoteFailure, equal_to_sent
 
-from nemo_rl.weight_sync import collective
+from nemo_rl.weight_sync import transport
 from nemo_rl.weight_sync.buckets import Bucket
-from nemo_rl.weight_sync.collective import GroupMember
 from nemo_rl.weight_sync.endpoints import WeightSender
-from nemo_rl.weight_sync.holdings import WholeWeights
 from nemo_rl.weight_sync.lanes import Lane
-from nemo_rl.weight_sync.transport import TransportSpec
+from nemo_rl.weight_sync.parts import WholeWeights
+from nemo_rl.weight_sync.transport import GroupMember, TransportSpec
 from nemo_rl.weight_sync.verify import check_receipts
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -191,7 +190,7 @@ def test_a_member_that_leaves_frees_the_memory_of_its_communicator(monkeypatch, 
         def abort(self):
             calls.append("abort")
 
-    monkeypatch.setattr(collective, "_join", lambda spec, rank: Group())
+    monkeypatch.setattr(transport, "_join", lambda spec, rank: Group())
     member = GroupMember(dataclasses.replace(make_spec(), device=device), rank=0)
     member.leave()
     member.leave()
@@ -220,7 +219,7 @@ def test_a_broadcast_on_gpus_ends_long_before_the_sync_does(monkeypatch, device,
             waits.append(options.timeout)
             return Work()
 
-    monkeypatch.setattr(collective, "_join", lambda spec, rank: Group())
+    monkeypatch.setattr(transport, "_join", lambda spec, rank: Group())
     member = GroupMember(dataclasses.replace(make_spec(), device=device, timeout_s=timeout_s), rank=0)
     member.broadcast(torch.empty(num_bytes, dtype=torch.uint8, device="meta"))
     assert [wait.total_seconds() for wait in waits] == pytest.approx([seconds] * 2, abs=0.001)

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from nemo_rl.utils.errors import WeightSyncError
-from nemo_rl.weight_sync import cuda_ipc
+from nemo_rl.weight_sync import transport
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightReceiver, WeightSender
-from nemo_rl.weight_sync.holdings import WholeWeights
 from nemo_rl.weight_sync.lanes import Lane
+from nemo_rl.weight_sync.parts import WholeWeights
 from nemo_rl.weight_sync.transport import TransportSpec
 from nemo_rl.weight_sync.verify import check_receipts
 
@@ -37,9 +37,9 @@ def calls(monkeypatch) -> list[str]:
         calls.append("map")
         return exported[arguments[-1]].view(-1)
 
-    monkeypatch.setattr(cuda_ipc, "reduce_tensor", export)
-    monkeypatch.setattr(cuda_ipc, "rebuild_cuda_tensor", open_exported)
-    monkeypatch.setattr(cuda_ipc, "device_uuid", lambda index: f"GPU-{index}")
+    monkeypatch.setattr(transport, "reduce_tensor", export)
+    monkeypatch.setattr(transport, "rebuild_cuda_tensor", open_exported)
+    monkeypatch.setattr(transport, "device_uuid", lambda index: f"GPU-{index}")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     return calls
@@ -82,7 +82,7 @@ def test_buffers_are_not_expandable_segments(calls, monkeypatch, variable):
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", applied.append)
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: applied.append("allocate") or empty(*args, **kwargs))
     monkeypatch.setenv(variable, "max_split_size_mb:512,expandable_segments:True")
-    sender = cuda_ipc.CudaIpcSender(SPEC)
+    sender = transport.CudaIpcSender(SPEC)
     sender.buffer(100, 0)
     assert applied == [
         "max_split_size_mb:512,expandable_segments:False",
@@ -98,7 +98,7 @@ def test_memory_that_cannot_be_opened_is_an_error_with_advice(calls, monkeypatch
     def refuse(*arguments):
         raise RuntimeError("pidfd_getfd: Operation not permitted")
 
-    monkeypatch.setattr(cuda_ipc, "rebuild_cuda_tensor", refuse)
+    monkeypatch.setattr(transport, "rebuild_cuda_tensor", refuse)
     sender, receiver = WeightSender([Lane(SPEC)], 0, is_node_leader=True), WeightReceiver(SPEC, 0, "engine")
     with pytest.raises(WeightSyncError, match=r"pidfd_getfd.*--ipc=host.*transport=collective"):
         sync(sender, receiver, {"w": torch.randn(9)}, 1)

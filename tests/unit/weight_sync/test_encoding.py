@@ -4,15 +4,21 @@ import pytest
 import torch
 from sync_processes import Child, ReceivingEngine
 
-from nemo_rl.models.quantization.blocks import FP8_WEIGHTS, BlockFormat, Quantized, dequantize, quantize, rounded
-from nemo_rl.models.quantization.weights import WeightQuantization
+from nemo_rl.models.quantization import (
+    FP8_WEIGHTS,
+    BlockFormat,
+    Quantized,
+    WeightQuantization,
+    dequantize,
+    quantize,
+    rounded,
+)
 from nemo_rl.utils.errors import WeightSyncError
 from nemo_rl.weight_sync.buckets import Bucket, unpack
 from nemo_rl.weight_sync.endpoints import WeightReceiver, WeightSender, merge_buckets
-from nemo_rl.weight_sync.holdings import WholeWeights
 from nemo_rl.weight_sync.lanes import Lane
-from nemo_rl.weight_sync.shared_memory import SharedMemoryReceiver
-from nemo_rl.weight_sync.transport import TransportSpec
+from nemo_rl.weight_sync.parts import WholeWeights
+from nemo_rl.weight_sync.transport import SharedMemoryReceiver, TransportSpec
 from nemo_rl.weight_sync.verify import check_receipts
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -1,7 +1,6 @@
 """Lanes of a sync: who shares one, who sends, and when parts are sent."""
 
-from nemo_rl.weight_sync.lane_choice import LaneChoice
-from nemo_rl.weight_sync.lanes import plan_lanes
+from nemo_rl.weight_sync.lanes import LaneChoice, plan_lanes
 from nemo_rl.weight_sync.parts import Part, Parts
 from nemo_rl.weight_sync.transport import TransportSpec
 

@@ -9,10 +9,8 @@ from hypothesis import given, settings
 
 from nemo_rl.utils.errors import WeightSyncError
 from nemo_rl.weight_sync.buckets import view_of
-from nemo_rl.weight_sync.exchange import fill
-from nemo_rl.weight_sync.holdings import Held
-from nemo_rl.weight_sync.moves import Move, RankOfTrainer, Step, place_of, plan_steps
-from nemo_rl.weight_sync.parts import Part, Parts
+from nemo_rl.weight_sync.exchange import Move, RankOfTrainer, Step, fill, place_of, plan_steps
+from nemo_rl.weight_sync.parts import Held, Part, Parts
 
 pytestmark = pytest.mark.fast
 SHAPE = (8, 6)

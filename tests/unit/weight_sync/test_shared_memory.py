@@ -10,10 +10,9 @@ from sync_processes import Child, ReceivingEngine, RemoteFailure, equal_to_sent
 from nemo_rl.utils.errors import WeightSyncError
 from nemo_rl.weight_sync.buckets import Bucket, TensorSlot
 from nemo_rl.weight_sync.endpoints import WeightReceiver, WeightSender, merge_buckets
-from nemo_rl.weight_sync.holdings import WholeWeights
 from nemo_rl.weight_sync.lanes import Lane
-from nemo_rl.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender, allocate, map_memory
-from nemo_rl.weight_sync.transport import TransportSpec
+from nemo_rl.weight_sync.parts import WholeWeights
+from nemo_rl.weight_sync.transport import SharedMemoryReceiver, SharedMemorySender, TransportSpec, allocate, map_memory
 from nemo_rl.weight_sync.verify import check_receipts
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

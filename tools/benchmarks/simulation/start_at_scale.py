@@ -38,7 +38,7 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.distributed.workers.process import WorkerIdentity
 from nemo_rl.distributed.workers.results import WorkerSlot
-from nemo_rl.models.policy.workers.base import WorkerSettings
+from nemo_rl.models.policy.workers.rank import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPE = ROOT / "examples/configs/recipes/llm/grpo-qwen3-30ba3b-2n8g-megatron.yaml"

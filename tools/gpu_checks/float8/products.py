@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gpu_checks.bench import Bench
 from gpu_checks.report import Figures, Finding
-from nemo_rl.models.quantization.blocks import (
+from nemo_rl.models.quantization import (
     FP8_ACTIVATIONS,
     FP8_WEIGHTS,
     MXFP8,

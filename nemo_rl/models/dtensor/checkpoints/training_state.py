@@ -31,10 +31,8 @@ from nemo_rl.distributed.ranks.shared_failure import raise_on_all_ranks, reasons
 from nemo_rl.files.safe_checkpoint import METADATA_FILE, only_plain_values, read_metadata
 from nemo_rl.files.safe_load import load_plain
 from nemo_rl.models.dtensor.optimizer import OptimizerSettings, groups_now, hyperparameters_now
-from nemo_rl.models.dtensor.pipeline.stages import stage_of
-from nemo_rl.models.dtensor.pipeline.weights import names_here
-from nemo_rl.models.training.checkpoint_writes import Keep, Write, as_it_is
-from nemo_rl.models.training.random_state import restore_rng_state, rng_file, rng_state
+from nemo_rl.models.dtensor.pipeline.stages import names_here, stage_of
+from nemo_rl.models.training.torch_backend import Keep, Write, as_it_is, restore_rng_state, rng_file, rng_state
 from nemo_rl.utils.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

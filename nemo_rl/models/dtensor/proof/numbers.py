@@ -5,10 +5,15 @@ One process scores each row separately, unpadded, with the model's own forward a
 float64 if the architecture supports it.
 
 Invariant: every gradient of the one process is compared with its sum over the ranks.
+
+Compute everything in float64, even if the code of an architecture casts to float32. Norms, softmax, routers and rotary
+embeddings compute in float32 for any dtype of the model. Their rounding depends on the order of sums and would hide
+errors below 1e-5. In float64 the rounding is 1e-12.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import PolicyConfig
@@ -27,11 +33,10 @@ from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.ranks.placements import whole
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.build import Built, Found, adapted
+from nemo_rl.models.dtensor.checkpoints.lazy_weights import LazyWeights
 from nemo_rl.models.dtensor.optimizer import clip_gradients
-from nemo_rl.models.dtensor.pipeline.stages import stage_of
-from nemo_rl.models.dtensor.pipeline.weights import copied_parameters, sum_shared_gradients
+from nemo_rl.models.dtensor.pipeline.stages import copied_parameters, stage_of, sum_shared_gradients
 from nemo_rl.models.huggingface.layers import hidden_states
-from nemo_rl.models.huggingface.lazy_weights import LazyWeights
 from nemo_rl.models.training.inputs import InputLayout, ModelInputs, build_position_inputs, build_training_inputs
 
 _CPU = torch.device("cpu")
@@ -243,3 +248,35 @@ def _relative(got: Tensor, want: Tensor, scale: float) -> float:
     size = max(float(want.abs().max()), _NEGLIGIBLE * scale) if want.numel() else 1.0
     worst = float((got.double() - want.double()).abs().max()) if want.numel() else 0.0
     return worst / size if size and math.isfinite(worst) else (0.0 if worst == 0 else math.inf)
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Run a block in which this thread computes in float64; for models in float64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Wider():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class _Wider(TorchFunctionMode):
+    """Replaces float32 by float64 in every torch call."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is Tensor.float:
+            return args[0].double()
+        wide = {name: _wide(value) for name, value in (kwargs or {}).items()}
+        return func(*map(_wide, args), **wide)
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from nemo_rl.config import ClusterConfig, PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.huggingface.load import load_model_config
-from nemo_rl.models.megatron.model_check import check_expressible
+from nemo_rl.models.megatron.model.model_check import check_expressible
 from nemo_rl.models.training.mesh_rules import Divided, Mesh, divided_layers, routed_experts, vocabulary
 from nemo_rl.utils.errors import ConfigError
 

@@ -1,4 +1,6 @@
-"""Ask the model of an endpoint for answers: a bound on requests at the same time, attempts with growing pauses.
+"""Ask the model of an endpoint for answers: requests and their JSON, attempts with growing pauses.
+
+Ask the model of an endpoint for answers: a bound on requests at the same time, attempts with growing pauses.
 
     generate() ─► slot ─► request ─► answer
                    ▲  pause, twice as long each time │ overloaded, unreachable, too slow, no completion
@@ -6,29 +8,243 @@
 
 Invariant: a request gets an answer of the model or a `NoAnswerError`, never an empty text in place of one; an endpoint
 that refuses every request ends the run.
+
+The JSON of a request for a chat completion.
+
+Invariant: only fields that every server knows are sent, and others where the configuration asks for them.
+
+Read a chat completion.
+
+Invariants: an answer is what the server says, or there is none; an answer that the server has withheld is none; texts
+have no halves of characters.
 """
 
 import asyncio
+import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, override
 
 import numpy as np
 
 from nemo_rl.config.schema.model.endpoint import ModelEndpointConfig
-from nemo_rl.data.interfaces import TokenizerType
+from nemo_rl.data.interfaces import Message, TokenizerType
+from nemo_rl.data.messages.observations import template_message
+from nemo_rl.data.messages.template_form import known_role
 from nemo_rl.models.generation.interfaces import (
     FinishReason,
     GenerationInterface,
     GenerationRequest,
     GenerationResult,
+    Grammar,
+    SamplingParams,
 )
-from nemo_rl.models.generation.remote.answers import UnreadableError, WithheldError, read_completion
-from nemo_rl.models.generation.remote.chats import ChatAnswer
+from nemo_rl.models.generation.remote.chats import ChatAnswer, ChatInput, ChatToolCall, whole
 from nemo_rl.models.generation.remote.connection import EndpointConnection, EndpointError, key_of, pause_s
-from nemo_rl.models.generation.remote.fields import chat_body
 from nemo_rl.utils.errors import EndpointUnusableError, NoAnswerError
+
+_KEPT = ("role", "content", "name", "tool_calls", "tool_call_id")
+"""Fields of messages that servers know."""
+
+
+def chat_body(config: ModelEndpointConfig, request: GenerationRequest) -> dict[str, Any]:
+    """Return the fields of a request; a field that `extra_body` sets to null is left out.
+
+    Args:
+        config: the section.
+        request: has `chat`.
+
+    Raises:
+        DataError: a message has content that is not text.
+    """
+    chat = request.chat
+    assert chat is not None, "rollouts give it to models that read chats"
+    body = {
+        "model": config.model,
+        "messages": list(wire_messages(chat.messages)),
+        "seed": request.seed,
+        **_sampling(request.sampling),
+        **_around(chat),
+    }
+    body |= config.extra_body
+    return {name: value for name, value in body.items() if name not in config.extra_body or value is not None}
+
+
+def _sampling(sampling: SamplingParams) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "max_tokens": sampling.max_new_tokens,
+    }
+    optional = {
+        "stop": list(sampling.stop_strings),
+        "top_k": sampling.top_k,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "bad_words": list(sampling.bad_words),
+        **_form(sampling.grammar),
+    }
+    return fields | {name: value for name, value in optional.items() if value}
+
+
+def _form(grammar: Grammar | None) -> dict[str, Any]:
+    """Return the field for the form of an answer: OpenAI's for JSON, and vLLM's for the forms that OpenAI lacks."""
+    if grammar is None:
+        return {}
+    kind, definition = grammar
+    if kind != "json":
+        return {"structured_outputs": {kind: json.loads(definition) if kind == "choice" else definition}}
+    schema = {"name": "answer", "schema": json.loads(definition)}
+    return {"response_format": {"type": "json_schema", "json_schema": schema}}
+
+
+def _around(chat: ChatInput) -> dict[str, Any]:
+    """Return what a conversation has besides its messages."""
+    fields: dict[str, Any] = {}
+    if chat.tools:
+        fields["tools"] = [dict(tool) for tool in chat.tools]
+        if not chat.may_call:
+            fields["tool_choice"] = "none"
+        if chat.forced_tool is not None:
+            named = {"type": "function", "function": {"name": chat.forced_tool}}
+            fields["tool_choice"] = named if chat.forced_tool else "required"
+            if chat.calls_once:
+                fields["parallel_tool_calls"] = False
+    if chat.template_kwargs:
+        fields["chat_template_kwargs"] = dict(chat.template_kwargs)
+    return fields
+
+
+def wire_messages(messages: Sequence[Message]) -> Iterator[Message]:
+    """Yield messages as servers expect them.
+
+    Roles that servers do not know become "user", arguments of tool calls are JSON text, each call has an id, and
+    answers of tools without an id get those of the calls before them, in order.
+
+    Raises:
+        DataError: the content of a message is not text.
+    """
+    open_ids: list[str] = []
+    for number, message in enumerate(messages):
+        known = template_message({**message, "content": message.get("content") or ""})
+        known = {name: known[name] for name in _KEPT if known.get(name) is not None}
+        known["role"] = known_role(known["role"], knows_developer=False)
+        if known.get("tool_calls"):
+            known["tool_calls"] = [
+                _call_field(call, f"call_{number}_{n}") for n, call in enumerate(known["tool_calls"])
+            ]
+            open_ids = [call["id"] for call in known["tool_calls"]]
+            known["content"] = known["content"] or None
+        elif known["role"] == "tool":
+            if "tool_call_id" not in known and open_ids:
+                known["tool_call_id"] = open_ids.pop(0)
+        else:
+            open_ids = []
+        yield known
+
+
+def _call_field(call: Mapping[str, Any], fallback_id: str) -> dict[str, Any]:
+    function = call.get("function") or call
+    arguments = function.get("arguments")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+    return {
+        "id": call.get("id") or fallback_id,
+        "type": "function",
+        "function": {"name": function.get("name"), "arguments": text},
+    }
+
+
+_FINISH_REASONS: dict[str | None, FinishReason] = {
+    "stop": "stop",
+    "eos": "stop",
+    "tool_calls": "stop",
+    "function_call": "stop",
+    "length": "length",
+}
+WITHHELD = "content_filter"
+
+
+class UnreadableError(ValueError):
+    """The JSON is no chat completion."""
+
+
+class WithheldError(ValueError):
+    """The server has withheld the answer."""
+
+
+def read_completion(completion: Any) -> tuple[ChatAnswer, FinishReason]:
+    """Return the answer of a completion, and why it ended.
+
+    Raises:
+        UnreadableError: it is none; the message says what is wrong.
+        WithheldError: the server has withheld the answer.
+    """
+    if not isinstance(completion, Mapping):
+        raise UnreadableError(f"a {type(completion).__name__} in place of an object")
+    if "choices" not in completion and completion.get("error"):
+        raise UnreadableError(f"status 200 with an error: {completion['error']}")
+    try:
+        choice = completion["choices"][0]
+        message, reason = choice["message"], choice.get("finish_reason")
+        if reason == WITHHELD:
+            raise WithheldError(f"finish_reason={WITHHELD}")
+        if reason not in _FINISH_REASONS:
+            raise UnreadableError(f"finish_reason={reason!r}")
+        answer = ChatAnswer(
+            _text(message, "content") or _text(message, "refusal") or "",
+            _text(message, "reasoning_content") or _text(message, "reasoning"),
+            [_call_of(call, number) for number, call in enumerate(message.get("tool_calls") or ())],
+            _stop_string(choice),
+            *_counts(completion.get("usage")),
+        )
+    except (TypeError, LookupError, AttributeError) as error:
+        raise UnreadableError(f"{type(error).__name__}: {error}") from None
+    return answer, _FINISH_REASONS[reason]
+
+
+def _text(message: Mapping[str, Any], name: str) -> str | None:
+    value = message.get(name)
+    if isinstance(value, list):  # parts, as some servers write them
+        value = "".join(part["text"] for part in value if part.get("type") == "text")
+    if not (value is None or isinstance(value, str)):
+        raise UnreadableError(f"{name} is a {type(value).__name__}")
+    return None if value is None else whole(value)
+
+
+def _call_of(call: Mapping[str, Any], number: int) -> ChatToolCall:
+    function = call["function"]
+    return ChatToolCall(
+        whole(str(call.get("id") or f"call_{number}")),
+        whole(str(function["name"])),
+        _arguments(function["arguments"] or {}),
+    )
+
+
+def _arguments(given: Any) -> str:
+    """Return arguments as JSON text, also where a server sends an object."""
+    text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    try:
+        decoded = json.dumps(json.loads(text), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return whole(text)
+    # Escapes can stand for halves of characters too, which would come back where the text is decoded.
+    return whole(text) if whole(decoded) == decoded else whole(decoded)
+
+
+def _stop_string(choice: Mapping[str, Any]) -> str | None:
+    """Return the stop string, which vLLM and SGLang name; a number there is the token that ended the answer."""
+    found = choice.get("stop_reason", choice.get("matched_stop"))
+    return whole(found) if isinstance(found, str) and found else None
+
+
+def _counts(usage: Any) -> tuple[int | None, int | None]:
+    """Return the tokens of answer and prompt."""
+    if not isinstance(usage, Mapping):
+        return None, None
+    counts = [usage.get(name) for name in ("completion_tokens", "prompt_tokens")]
+    answer, prompt = (count if isinstance(count, int) and count >= 0 else None for count in counts)
+    return answer, prompt
+
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,6 @@
-"""Adapt SGLang servers to the `Engine` protocol.
+"""Adapt SGLang servers to the `Engine` protocol: their JSON, and new weights through files.
+
+Adapt SGLang servers to the `Engine` protocol.
 
     generate() ─► slot ─► /generate ─► answer
                     ▲                    │ "abort" by an update (pause_generation_mode: abort)
@@ -8,15 +10,30 @@
 
 Invariant: each token has the version of the weights that drew it, either because the server says so (`weight_versions`
 of newer releases), or because no request of the server outlives an update.
+
+The JSON of SGLang's `/generate`. Facts of SGLang on which this file relies: log-probabilities are those after the
+temperature and before top-k and top-p; `ignore_eos` ignores the stop tokens of the request as well; a seed counts only
+with deterministic inference, where the random number of a token depends on the seed and on its position alone.
+
+Give a server new weights through files: each group of tensors is written as it arrives, the server reads them all.
+Files are SGLang's most portable update: they need no shared process group and no GPU of the sender. The folder must be
+visible to the server; it holds one copy of the weights and is emptied after each update.
 """
 
 import asyncio
+import math
+import shutil
+import tempfile
 import weakref
-from collections.abc import Awaitable, Collection
+from collections.abc import Awaitable, Collection, Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from nemo_rl.config.schema.model.generation import SglangConfig
 from nemo_rl.models.generation.interfaces import (
@@ -28,12 +45,136 @@ from nemo_rl.models.generation.interfaces import (
     VersionSpan,
 )
 from nemo_rl.models.generation.remote.connection import EndpointError
-from nemo_rl.models.generation.responses.continued import joined, rest_of
+from nemo_rl.models.generation.responses import joined, rest_of, sampled_text
 from nemo_rl.models.generation.sglang.server import SglangServer
-from nemo_rl.models.generation.sglang.updates import WeightFolder
-from nemo_rl.models.generation.sglang.wire import generate_body, read_answer, version_of
-from nemo_rl.models.generation.texts import sampled_text
-from nemo_rl.utils.errors import GenerationError, WeightSyncError
+from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
+from nemo_rl.models.huggingface.tensor_files import model_folder
+from nemo_rl.utils.errors import GenerationError, NonFiniteError, WeightSyncError
+
+_ALL_TOKENS = -1
+_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+class Answer(NamedTuple):
+    """An answer of the server."""
+
+    result: GenerationResult
+    """Its tokens; spans as the server reports them, or one of version -1 if it reports none."""
+    reports_versions: bool
+    """Whether it reports spans."""
+    message: str
+    """The server's words about the end."""
+
+
+def generate_body(request_id: str, request: GenerationRequest, room: int) -> dict[str, Any]:
+    """Return the fields of a request.
+
+    Args:
+        request_id: its id at the server.
+        request: the request.
+        room: tokens left in the context.
+    """
+    sampling = request.sampling
+    return {
+        "rid": request_id,
+        "input_ids": request.prompt_token_ids,
+        "return_logprob": True,
+        "stream": False,
+        "sampling_params": {
+            "max_new_tokens": min(sampling.max_new_tokens, room),
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or _ALL_TOKENS,
+            "min_p": 0.0,
+            "stop": list(sampling.stop_strings),
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "ignore_eos": not sampling.stop_token_ids,
+            "skip_special_tokens": False,
+            "no_stop_trim": True,
+            "sampling_seed": request.seed,
+        },
+    }
+
+
+def read_answer(answer: Any) -> Answer:
+    """Read the JSON of an answer.
+
+    Raises:
+        GenerationError: the server refused the request after it had accepted it.
+        NonFiniteError: a log-probability is not finite.
+        ValueError: it is no answer.
+    """
+    try:
+        meta = answer["meta_info"]
+        reason = meta["finish_reason"]
+        kind = _REASONS[reason["type"]]
+        drawn = [(value, int(token)) for value, token, *_ in meta.get("output_token_logprobs") or ()]
+        logprobs = [math.nan if value is None else float(value) for value, _ in drawn]
+        versions = meta.get("weight_versions") or ()
+        spans = [VersionSpan(int(span["start"]), version_of(span["version"])) for span in versions]
+    except (TypeError, LookupError, ValueError) as error:
+        raise ValueError(f"SGLang's answer is not as documented ({error!r}): {str(answer)[:300]}") from error
+    if kind == "abort" and reason.get("status_code") in (400, 413, 422):
+        raise GenerationError(f"SGLang refused a request: {reason.get('message')}")
+    if not np.isfinite(logprobs).all():
+        raise NonFiniteError("SGLang's log-probabilities are not finite, so weights or activations are not.")
+    tokens = np.array([token for _, token in drawn], np.int32)
+    result = GenerationResult(tokens, np.array(logprobs, np.float32), kind, spans or [VersionSpan(0, -1)])
+    return Answer(result, bool(spans), str(reason.get("message") or "no reason is given"))
+
+
+def version_of(label: Any) -> int:
+    """Return the number of a version label; a server that has never got weights has the label "default": version 0."""
+    text = str(label)
+    return int(text) if text.isdigit() else 0
+
+
+class WeightFolder:
+    """The tensors of one update as files.
+
+    Args:
+        model_name: local folder or hub id of the model, whose description the folder gets too.
+        parent: folder in which the files are written; None: the folder of temporary files.
+    """
+
+    def __init__(self, model_name: str, parent: str | None) -> None:
+        source = model_folder(model_name)
+        self.path = Path(tempfile.mkdtemp(prefix="nemo-rl-weights-", dir=parent))
+        self.path.chmod(0o755)  # the server may belong to another user
+        for file in source.glob("*.json"):
+            if not file.name.endswith(".safetensors.index.json"):
+                shutil.copy(file, self.path / file.name)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source, trust_remote_code=False))
+        self._expected = {name for name, _ in in_checkpoint(model, model.named_parameters())}
+        self._received: set[str] = set()
+        self._num_files = 0
+
+    def clear(self) -> None:
+        """Remove all tensors."""
+        for file in self.path.glob("*.safetensors"):
+            file.unlink()
+        self._received, self._num_files = set(), 0
+
+    def take(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """Write tensors."""
+        if not tensors:
+            return
+        self._num_files += 1
+        file = self.path / f"model-{self._num_files:05d}.safetensors"
+        save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors}, file)
+        file.chmod(0o644)
+        self._received |= {name for name, _ in tensors}
+
+    @property
+    def missing(self) -> list[str]:
+        """Parameters of the model, by their names in checkpoints, that did not come."""
+        return sorted(self._expected - self._received)
+
+    def remove(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
 
 _MODE = "policy.generation.sglang_cfg.sglang_server_config.pause_generation_mode"
 

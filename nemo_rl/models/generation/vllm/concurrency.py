@@ -16,7 +16,7 @@ The other requests wait in vLLM's queue, in order. Invariant: without a preempti
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_rl.models.generation.reports.load import EngineLoad
+from nemo_rl.models.generation.engine_load import EngineLoad
 
 _FULL = 0.9
 """Share of the cache up to which the limit rises at once; beyond it, it rises by one."""

@@ -24,6 +24,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import uniproc_executor
 
 from nemo_rl.data.routed_experts import Experts
+from nemo_rl.models.generation.engine_load import EngineLoad
 from nemo_rl.models.generation.interfaces import (
     EngineSettings,
     FinishReason,
@@ -31,30 +32,32 @@ from nemo_rl.models.generation.interfaces import (
     SamplingParams,
     engine_of,
 )
-from nemo_rl.models.generation.reports.load import EngineLoad
+from nemo_rl.models.generation.responses import sampled_text
 from nemo_rl.models.generation.stepped import Finished, SteppedEngine
-from nemo_rl.models.generation.texts import sampled_text
-from nemo_rl.models.generation.vllm.arguments import engine_arguments, sampling_params
+from nemo_rl.models.generation.vllm.arguments import engine_arguments, sampling_params, warn_of_weights_only
 from nemo_rl.models.generation.vllm.concurrency import CacheWatch
-from nemo_rl.models.generation.vllm.experts.reports import ExpertReports, with_experts
-from nemo_rl.models.generation.vllm.float8.activations import round_activations
-from nemo_rl.models.generation.vllm.float8.description import warn_of_weights_only
-from nemo_rl.models.generation.vllm.grammars import REFUSED, Scoring, is_scored, reading
-from nemo_rl.models.generation.vllm.layers import start_recording, stop_recording
-from nemo_rl.models.generation.vllm.logprobs import of_tokens
-from nemo_rl.models.generation.vllm.speculation.cpu_build import repair_speculation
-from nemo_rl.models.generation.vllm.speculation.settings import proposes_with_latent_attention, speculation_of
-from nemo_rl.models.generation.vllm.speculation.trained import described, keep_own_heads
-from nemo_rl.models.generation.vllm.speculation.watch import SpeculationWatch, models_of, propose_to_the_end
-from nemo_rl.models.generation.vllm.weights import (
+from nemo_rl.models.generation.vllm.cpu_build import repair_speculation, round_activations
+from nemo_rl.models.generation.vllm.drafting import (
+    SpeculationWatch,
+    described,
+    keep_own_heads,
+    models_of,
+    propose_to_the_end,
+)
+from nemo_rl.models.generation.vllm.experts import ExpertReports, with_experts
+from nemo_rl.models.generation.vllm.grammars import REFUSED, Scoring, is_scored, of_tokens, reading
+from nemo_rl.models.generation.vllm.running_model import (
     begin_reload,
     finish_reload,
     load_tensors,
     non_finite_parameters,
     record_reads,
     refusing_non_finite,
+    start_recording,
+    stop_recording,
     take_reads,
 )
+from nemo_rl.models.generation.vllm.speculation import proposes_with_latent_attention, speculation_of
 from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.optimizations.switch import is_on
 from nemo_rl.optimizations.vllm import ThreadChoice, cores_of_each, inspect_here, packing_threads, start_threads

@@ -7,6 +7,7 @@ neither mask nor temperature nor filter. Invariant: all log-probabilities of a r
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +18,31 @@ from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
 from nemo_rl.models.generation.interfaces import Grammar, SamplingParams
 from nemo_rl.models.generation.stepped import Finished
-from nemo_rl.models.generation.vllm.logprobs import of_tokens
-from nemo_rl.utils.errors import GenerationError
+from nemo_rl.utils.errors import GenerationError, NonFiniteError
+
+
+def of_tokens(token_ids: list[int], table: object, num_before: int = 0) -> list[float]:
+    """Read each token's log-probability from a table with one entry for each position.
+
+    Args:
+        token_ids: the tokens.
+        table: vLLM's `FlatLogprobs`.
+        num_before: entries of other tokens before them.
+
+    Raises:
+        GenerationError: the table is of other tokens.
+        NonFiniteError: a log-probability is NaN.
+    """
+    table_ids = list(getattr(table, "token_ids", []))[num_before:]
+    values = list(getattr(table, "logprobs", []))[num_before:]
+    if table_ids != token_ids or len(values) != len(token_ids):
+        raise GenerationError(
+            f"vLLM returned log-probabilities of {len(table_ids)} tokens for {len(token_ids)} sampled ones."
+        )
+    if math.isnan(sum(values)):
+        raise NonFiniteError("vLLM's log-probabilities are not finite.")
+    return values
+
 
 REFUSED = "vLLM cannot keep an answer to this form"
 

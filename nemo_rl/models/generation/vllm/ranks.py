@@ -28,13 +28,22 @@ from vllm.v1.serial_utils import run_method
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from nemo_rl.models.generation.interfaces import EngineSettings
-from nemo_rl.models.generation.ranks.links import Answer, Call, Link, call_all, open_link, open_links
-from nemo_rl.models.generation.ranks.meeting import Meeting, enter_engine, meet
-from nemo_rl.models.generation.ranks.served import ServedRank, ending_if_alone
-from nemo_rl.models.generation.vllm.own_experts import compute_own_experts, exchange_tokens
-from nemo_rl.models.generation.vllm.speculation.cpu_build import repair_speculation
-from nemo_rl.models.generation.vllm.speculation.trained import keep_own_heads
-from nemo_rl.models.generation.vllm.weights import load_tensors, record_reads, take_reads
+from nemo_rl.models.generation.ranks import (
+    Answer,
+    Call,
+    Link,
+    Meeting,
+    ServedRank,
+    call_all,
+    ending_if_alone,
+    enter_engine,
+    meet,
+    open_link,
+    open_links,
+)
+from nemo_rl.models.generation.vllm.cpu_build import compute_own_experts, exchange_tokens, repair_speculation
+from nemo_rl.models.generation.vllm.drafting import keep_own_heads
+from nemo_rl.models.generation.vllm.running_model import load_tensors, record_reads, take_reads
 from nemo_rl.weight_sync.parts import Parts
 
 _SHARED_MEMORY = Path("/dev/shm")

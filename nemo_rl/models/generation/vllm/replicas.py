@@ -17,11 +17,19 @@ from typing import Any, override
 import torch
 
 from nemo_rl.distributed.ranks.rendezvous import hold_port
+from nemo_rl.models.generation.engine_load import EngineLoad
 from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest
-from nemo_rl.models.generation.ranks.links import Answer, Call, Link, open_link, open_links
-from nemo_rl.models.generation.ranks.meeting import Meeting, meet
-from nemo_rl.models.generation.ranks.served import ServedRank, ending_if_alone
-from nemo_rl.models.generation.reports.load import EngineLoad
+from nemo_rl.models.generation.ranks import (
+    Answer,
+    Call,
+    Link,
+    Meeting,
+    ServedRank,
+    ending_if_alone,
+    meet,
+    open_link,
+    open_links,
+)
 from nemo_rl.models.generation.stepped import Finished, SteppedEngine
 from nemo_rl.models.generation.vllm.engine import VllmEngine
 from nemo_rl.models.generation.vllm.ranks import listening

@@ -31,12 +31,10 @@ from nemo_rl.models.huggingface.folders import TOKENIZER_FILES, require_empty
 from nemo_rl.models.huggingface.load import load_model_config, torch_dtype
 from nemo_rl.models.huggingface.tensor_files import model_folder, weight_files
 from nemo_rl.models.megatron.checkpoints import ITERATION
-from nemo_rl.models.megatron.checkpoints.folder import hub_tensors_of
-from nemo_rl.models.megatron.checkpoints.saved_tensors import by_parameter
-from nemo_rl.models.megatron.conversion.dequantized import DequantizedFiles
+from nemo_rl.models.megatron.checkpoints.folder import by_parameter, hub_tensors_of
 from nemo_rl.models.megatron.conversion.parts import Part
 from nemo_rl.models.megatron.conversion.rules import Rules, rules_for
-from nemo_rl.models.megatron.conversion.sources import listed, sources
+from nemo_rl.models.megatron.conversion.sources import DequantizedFiles, listed, sources
 from nemo_rl.models.megatron.parallel import start_model_parallel, stop_model_parallel
 from nemo_rl.utils.errors import CheckpointError
 
@@ -155,8 +153,8 @@ def _one_rank(section: MegatronConfig, layout: ParallelLayout) -> Iterator[None]
 
 def _state(config: PretrainedConfig, section: MegatronConfig, precision: torch.dtype) -> Any:
     """Return the sharded state of the whole model, for names and shapes; its values are not used."""
-    from nemo_rl.models.megatron.build import build_chunks
     from nemo_rl.models.megatron.checkpoints.run_state import model_state
+    from nemo_rl.models.megatron.model.build import build_chunks
     from nemo_rl.models.megatron.scoring import give_scalar_head
 
     chunks = build_chunks(config, section, precision=precision, device=_CPU)

@@ -11,10 +11,19 @@ Layout (W = weights folder, O = optimizer folder), written by all ranks together
 Invariant: a load restores every bit that a save wrote, on any mesh (random-number state only on the same one).
 Hyperparameters come from the configuration, and the schedule continues as if they had been used from the first step.
 If one rank cannot write or read, all ranks raise. The caller makes writing atomic.
+
+Convert the state of Megatron Core's optimizers to named parts of whole tensors, and load it into other optimizers. A
+moment has the name of its parameter, independent of the optimizer of the chain that holds it, so that optimizers on
+other meshes, chained or not, distributed or not, can read it. Hyperparameters come from the configuration and the
+schedule; only the step is saved.
+
+Invariant: after a load each parameter has its own step tensor. torch's Adam increments it in place, so a tensor shared
+by several parameters would silently be incremented several times per update.
 """
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,19 +31,251 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from nemo_rl.distributed.ranks.shared_failure import raise_on_all_ranks
 from nemo_rl.files.safe_load import load_plain
-from nemo_rl.models.megatron.build import unwrap
-from nemo_rl.models.megatron.checkpoints import ITERATION, optimizer_state, torch_dist
+from nemo_rl.models.megatron.checkpoints import ITERATION, torch_dist
 from nemo_rl.models.megatron.checkpoints.torch_dist import CONTENT, Sharded
-from nemo_rl.models.training.checkpoint_writes import Keep, Write, as_it_is
+from nemo_rl.models.megatron.model.build import unwrap
+from nemo_rl.models.megatron.optimizer import parts_of
 from nemo_rl.models.training.interfaces import CheckpointPaths
-from nemo_rl.models.training.random_state import restore_rng_state, rng_file, rng_state
+from nemo_rl.models.training.torch_backend import Keep, Write, as_it_is, restore_rng_state, rng_file, rng_state
 from nemo_rl.utils.errors import CheckpointError
+
+_MASTER, _DISTRIBUTED_MASTER = "optimizer.state.fp32_param.", "optimizer.state.param."
+_MASTERS = "fp32_from_fp16_params"
+_TORCH_STATES: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
+    torch.optim.Adam: ("exp_avg", "exp_avg_sq"),
+    torch.optim.SGD: ("momentum_buffer",),
+}
+"""States that torch's optimizers keep per parameter (AdamW is a subclass of Adam); others make their own states."""
+
+
+def is_distributed(optimizer: Any) -> bool:
+    """Return whether data-parallel ranks divide the state; then `state_to_save` returns copies."""
+    return any(isinstance(member, DistributedOptimizer) for member in parts_of(optimizer))
+
+
+def has_state(optimizer: Any) -> bool:
+    """Return whether there is optimizer state to save: after an update or a load, and always for SGD."""
+    inner = [each for member in parts_of(optimizer) for each in _inner(member)]
+    return any(any(each.state.values()) or isinstance(each, torch.optim.SGD) for each in inner)
+
+
+def common_step(optimizer: Any) -> float | None:
+    """Return the number of updates; None if the optimizer does not count them.
+
+    Raises:
+        CheckpointError: parameters have different numbers of updates, which a checkpoint cannot hold.
+    """
+    found: set[float] = set()
+    for inner in (each for member in parts_of(optimizer) for each in _inner(member)):
+        found |= {float(state["step"]) for state in inner.state.values() if "step" in state}
+        found |= {float(group["step"]) for group in inner.param_groups if group.get("step")}
+    if len(found) > 1:
+        raise CheckpointError(f"parameters were updated {sorted(found)} times; a checkpoint holds one number for all.")
+    return found.pop() if found else None
+
+
+def loss_scale(optimizer: Any) -> dict[str, Any] | None:
+    """Return the state of the loss scale of float16; None for other dtypes."""
+    scalers = [getattr(member, "grad_scaler", None) for member in parts_of(optimizer)]
+    return next((scaler.state_dict() for scaler in scalers if scaler), None)
+
+
+def state_to_save(optimizer: Any, model: Sharded) -> Sharded:
+    """Return the optimizer state that this rank writes; collective.
+
+    Args:
+        optimizer: Megatron Core's optimizer.
+        model: new sharded state of the model, with names and positions of the parameters.
+    """
+    return _of_members(optimizer, model, loading=False)
+
+
+def state_to_load(optimizer: Any, model: Sharded) -> Sharded:
+    """Return the optimizer state into which this rank reads a checkpoint; makes missing states."""
+    for member in parts_of(optimizer):
+        _make_states(member)
+    return _of_members(optimizer, model, loading=True)
+
+
+def weights_and_masters(optimizer: Any, loaded: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the 16-bit weights of this rank with the float32 weights read for them, of the same number of elements.
+
+    Args:
+        optimizer: the optimizer given to `state_to_load`.
+        loaded: state that was read for `state_to_load`.
+    """
+    for index, member in enumerate(parts_of(optimizer)):
+        state = loaded.get(f"optimizer{index}", {})
+        if isinstance(member, DistributedOptimizer):
+            found = zip(_parameters(member), (state[number] for number in range(len(state))), strict=False)
+            yield from ((weight, read["fp32_param"]) for weight, read in found if "fp32_param" in read)
+        else:
+            for group, read in state.get(_MASTERS, {}).items():
+                yield from ((member.float16_groups[group][number], master) for number, master in read.items())
+
+
+def put_back(optimizer: Any, loaded: dict[str, Any], step: float | None, scale: dict[str, Any] | None) -> None:
+    """Load the state that was read for `state_to_load` into the optimizer.
+
+    Args:
+        optimizer: the optimizer given to `state_to_load`.
+        loaded: state that was read.
+        step: result of `common_step`.
+        scale: result of `loss_scale`.
+    """
+    for index, member in enumerate(parts_of(optimizer)):
+        state = loaded.get(f"optimizer{index}", {})
+        if isinstance(member, DistributedOptimizer):
+            _put_back_distributed(member, state)
+        else:
+            _put_back_plain(member, state)
+        if step is not None:
+            for inner in _inner(member):
+                _set_step(inner, step)
+        if scale is not None and getattr(member, "grad_scaler", None):
+            member.grad_scaler.load_state_dict(scale)
+
+
+def forget(optimizer: Any) -> None:
+    """Drop all moments and steps, and take over the model's current weights."""
+    for member in parts_of(optimizer):
+        for inner in (member.optimizer, *_inner(member)):
+            inner.state.clear()
+            for group in inner.param_groups:
+                group.pop("step", None)
+    optimizer.reload_model_params()
+
+
+def _inner(member: Any) -> list[torch.optim.Optimizer]:
+    """Return the torch optimizers of a member; one for each device if a part is updated on the host."""
+    inner = member.optimizer
+    return list(inner.sub_optimizers) if isinstance(inner, HybridDeviceOptimizer) else [inner]
+
+
+def _of_members(optimizer: Any, model: Sharded, *, loading: bool) -> Sharded:
+    found = {f"optimizer{index}": _tensors(each, model, loading) for index, each in enumerate(parts_of(optimizer))}
+    return {name: state for name, state in found.items() if state}
+
+
+def _tensors(member: Any, model: Sharded, loading: bool) -> Sharded:
+    """Return moments and float32 weights of a member, under names that do not depend on its class."""
+    if not isinstance(member, DistributedOptimizer):
+        state = member.sharded_state_dict(model, is_loading=False, metadata=dict(CONTENT))
+        if _MASTERS in state:  # lists would lose empty entries
+            state[_MASTERS] = {group: dict(enumerate(held)) for group, held in enumerate(state[_MASTERS])}
+        return extract_sharded_base(state)[0]
+    on_first_rank = getattr(member, "data_parallel_group_gloo", None) is not None
+    metadata = {**CONTENT, "distrib_optim_fully_reshardable_mem_efficient": on_first_rank}
+    states = member.sharded_param_state_fully_reshardable(model, loading, metadata) or {}
+    full_precision = [parameter.dtype is torch.float32 for parameter in _parameters(member)]
+    for index, state in states.items():
+        if full_precision[index]:
+            del state["param"]  # the weight itself
+        else:
+            master = state.pop("param")
+            state["fp32_param"] = replace(master, key=master.key.replace(_DISTRIBUTED_MASTER, _MASTER, 1))
+    return states
+
+
+def _parameters(member: DistributedOptimizer) -> list[Tensor]:
+    """Return the model's parameters in the order in which Megatron Core numbers their states."""
+    return [parameter for buffer in member.buffers for parameter in buffer.param_index_map]
+
+
+@torch.no_grad()
+def _put_back_distributed(member: DistributedOptimizer, states: dict[int, dict[str, Tensor]]) -> None:
+    for index, parameter in enumerate(_parameters(member)):
+        states[index].setdefault("fp32_param", parameter.detach())
+    for state in member.optimizer.state.values():
+        state.pop("step", None)  # Megatron Core would look for it in the loaded state, which lacks it
+    member.load_parameter_state_from_fully_reshardable(states)
+    if isinstance(member.optimizer, HybridDeviceOptimizer):
+        _keep_parts_alone(member.optimizer)
+
+
+def _keep_parts_alone(inner: HybridDeviceOptimizer) -> None:
+    """Give each weight its own states on its device.
+
+    The loaded states are views of whole tensors, and Megatron Core distinguishes devices by classes of optimizers,
+    which are the same without Transformer Engine.
+    """
+    for each in inner.sub_optimizers:
+        for parameter, state in each.state.items():
+            state.pop("master_param", None)  # already copied into the parameter
+            state.update({name: torch.empty_like(parameter).copy_(value) for name, value in state.items()})
+    inner._sync_sub_optimizers_state_to_hdo()
+
+
+@torch.no_grad()
+def _put_back_plain(member: Any, states: Sharded) -> None:
+    for group, read in states.pop(_MASTERS, {}).items():
+        for index, master in read.items():
+            member.fp32_from_float16_groups[group][index].copy_(master)
+    parameters = [parameter for parameter, _ in _with_groups(member.optimizer)]
+    for index, read in states.get("optimizer", states).get("state", {}).items():
+        for name, value in read.items():
+            member.optimizer.state[parameters[index]][name].copy_(value)
+
+
+def _make_states(member: Any) -> None:
+    """Make the states to read into, if no update has made them."""
+    inner = member.optimizer
+    if isinstance(inner, HybridDeviceOptimizer):
+        _make_states_on_both(inner)
+        return
+    names = next((names for kind, names in _TORCH_STATES.items() if isinstance(inner, kind)), None)
+    if names is None:
+        _make_foreign_states(member)
+        return
+    for parameter, group in _with_groups(inner):
+        if group.get("momentum") == 0:
+            continue
+        state = inner.state[parameter]
+        for name in names:
+            if state.get(name) is None:
+                state[name] = torch.zeros_like(parameter, requires_grad=False)
+
+
+def _make_states_on_both(inner: HybridDeviceOptimizer) -> None:
+    """Make the states of an optimizer for two devices; its own `dummy_step` would make a random update."""
+    for each in inner.sub_optimizers:
+        for parameter, _ in _with_groups(each):
+            for name in _TORCH_STATES[torch.optim.Adam]:
+                each.state[parameter].setdefault(name, torch.zeros_like(parameter, requires_grad=False))
+    inner._sync_sub_optimizers_state_to_hdo()
+
+
+def _make_foreign_states(member: Any) -> None:
+    """Make the states of Transformer Engine's and APEX's fused optimizers."""
+    if isinstance(member, DistributedOptimizer):
+        member.load_state_dict(member.state_dict())
+    elif member.init_state_fn is not None:
+        member.init_state_fn(member.optimizer, member.config)
+
+
+def _set_step(inner: Any, step: float) -> None:
+    if not isinstance(inner, torch.optim.Adam):
+        for group in inner.param_groups:
+            group["step"] = int(step)
+        return
+    for parameter, group in _with_groups(inner):
+        on_device = group.get("capturable") or group.get("fused")
+        device = parameter.device if on_device else torch.device("cpu")
+        inner.state[parameter]["step"] = torch.tensor(step, dtype=torch.get_default_dtype(), device=device)
+
+
+def _with_groups(inner: Any) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    return ((parameter, group) for group in inner.param_groups for parameter in group["params"])
+
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +304,7 @@ def load(paths: CheckpointPaths, chunks: Sequence[Any], optimizer: Any, schedule
     if optimizer is None:
         return
     if paths.optimizer is None:
-        optimizer_state.forget(optimizer)
+        forget(optimizer)
         return
     _load_training_state(paths.optimizer, chunks, optimizer, scheduler)
 
@@ -99,11 +340,11 @@ def prepared(
         "has_state": has_state,
         "step": step,
         "num_steps": scheduler.num_steps,
-        "loss_scale": optimizer_state.loss_scale(optimizer),
+        "loss_scale": loss_scale(optimizer),
     }
     if has_state:
-        state = optimizer_state.state_to_save(optimizer, model_state(chunks))
-        are_copies = optimizer_state.is_distributed(optimizer)
+        state = state_to_save(optimizer, model_state(chunks))
+        are_copies = is_distributed(optimizer)
         yield torch_dist.prepare(paths.optimizer / _MOMENTS, state, as_it_is if are_copies else keep)
     yield partial(_write_trainer, paths.optimizer, trainer, _generators())
 
@@ -112,7 +353,7 @@ def _of_all_ranks(optimizer: Any) -> tuple[bool, float | None]:
     """Return whether any rank has optimizer state, and the step; a rank may hold no trained parameter."""
     found: list[Any] = [None] * dist.get_world_size()
     with raise_on_all_ranks():
-        mine = (optimizer_state.has_state(optimizer), optimizer_state.common_step(optimizer))
+        mine = (has_state(optimizer), common_step(optimizer))
     dist.all_gather_object(found, mine)
     return any(has_state for has_state, _ in found), next((step for _, step in found if step is not None), None)
 
@@ -143,13 +384,13 @@ def _load_training_state(folder: Path, chunks: Sequence[Any], optimizer: Any, sc
     if trainer["optimizer"] != name:
         logger.warning("The optimizer changed from %s to %s: it starts without moments.", trainer["optimizer"], name)
     if trainer["has_state"] and trainer["optimizer"] == name:
-        wanted = optimizer_state.state_to_load(optimizer, model_state(chunks))
+        wanted = state_to_load(optimizer, model_state(chunks))
         loaded = torch_dist.read(folder / _MOMENTS, wanted)
         with raise_on_all_ranks():
             _check_masters(folder, chunks, optimizer, loaded)
-        optimizer_state.put_back(optimizer, loaded, trainer["step"], trainer["loss_scale"])
+        put_back(optimizer, loaded, trainer["step"], trainer["loss_scale"])
     else:
-        optimizer_state.forget(optimizer)
+        forget(optimizer)
     scheduler.num_steps = 0
     scheduler.step(increment=trainer["num_steps"])
     _restore_generators(folder)
@@ -162,7 +403,7 @@ def _check_masters(folder: Path, chunks: Sequence[Any], optimizer: Any, loaded: 
         CheckpointError: the weights differ; without this check a run would silently continue from wrong weights.
     """
     names = {id(weight): name for chunk in chunks for name, weight in unwrap(chunk).named_parameters()}
-    for weight, master in optimizer_state.weights_and_masters(optimizer, loaded):
+    for weight, master in weights_and_masters(optimizer, loaded):
         every = max(1, weight.numel() // _CHECKED_VALUES)
         rounded, read = (tensor.detach().flatten()[::every].cpu().float() for tensor in (weight, master))
         limit = torch.finfo(weight.dtype).eps * rounded.abs() + torch.finfo(torch.float16).tiny

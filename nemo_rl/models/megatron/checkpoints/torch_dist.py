@@ -33,7 +33,7 @@ from torch import Tensor
 from nemo_rl.distributed.ranks.shared_failure import raise_on_all_ranks, reasons_of, require_readable
 from nemo_rl.files.safe_checkpoint import METADATA_FILE, only_plain_values, read_metadata
 from nemo_rl.files.safe_load import load_plain
-from nemo_rl.models.training.checkpoint_writes import Keep, Write, as_it_is
+from nemo_rl.models.training.torch_backend import Keep, Write, as_it_is
 from nemo_rl.utils.errors import CheckpointError
 
 OPTIMIZER_FORMAT = "fully_reshardable"

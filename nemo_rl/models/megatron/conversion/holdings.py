@@ -1,22 +1,36 @@
-"""Find the parameters that this rank holds, and the ranks of its pipeline and experts that hold the others.
+"""Find the parameters that this rank holds, and describe and read them as blocks of hub tensors.
+
+Find the parameters that this rank holds, and the ranks of its pipeline and experts that hold the others.
 
 Invariant: the ranks hold exactly the parameters that the rules describe, or all ranks raise.
+
+Describe and read the blocks of hub tensors that this rank of a Megatron Core model holds. Nothing is gathered: a shard
+of a parameter consists of blocks of hub tensors (rows of query, key and value heads, of gate and up, of an expert in a
+stack), whose places the rules and their layouts give.
+
+Invariant: a parameter's blocks on all of its shards cover its hub tensors once, and the order of the hub tensors is
+that of the rules on all ranks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
-from nemo_rl.models.megatron.build import unwrap
-from nemo_rl.models.megatron.conversion.names import global_name
-from nemo_rl.models.megatron.conversion.parts import Rule
-from nemo_rl.models.megatron.conversion.rules import Rules
+from nemo_rl.models.huggingface.tensor_files import Box
+from nemo_rl.models.megatron.conversion.parts import Part, Rule, global_name
+from nemo_rl.models.megatron.conversion.rules import Rules, rules_for
 from nemo_rl.models.megatron.conversion.sources import listed
+from nemo_rl.models.megatron.model.build import unwrap
+from nemo_rl.models.training.low_rank import ADAPTER_PARAMETERS
 from nemo_rl.utils.errors import CheckpointError
+from nemo_rl.weight_sync import parts as sent
+from nemo_rl.weight_sync.parts import Held, Readable, dtype_name
 
 
 @dataclass(frozen=True)
@@ -107,4 +121,158 @@ def holders(held: Mapping[str, Tensor], rules: Rules, groups: Groups) -> dict[st
             + listed(" Parameters that have no Hugging Face name: ", unknown)
             + listed(" Parameters that it lacks: ", absent)
         )
+    return found
+
+
+def held_hf_weights(
+    chunks: Sequence[nn.Module],
+    hf_config: PretrainedConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    has_scalar_head: bool = False,
+    value: Callable[[Tensor], Tensor] = Tensor.detach,
+) -> Iterator[Readable]:
+    """Yield every weight and persistent buffer of which this rank holds something, tied ones once.
+
+    Collective over all ranks of a model, as reading the weights is if `value` is. Parameters of adapters are skipped,
+    because the hub's model does not have them.
+
+    Args:
+        chunks: the rank's virtual stages, wrapped or not.
+        hf_config: Hugging Face configuration of the model.
+        device: device of the values.
+        dtype: dtype of the values; None keeps that of the parameters. Correction biases of routers stay in float32, as
+            in engines.
+        has_scalar_head: whether the output layer is a reward model's scalar head.
+        value: maps this rank's shard of a parameter to the tensor to export.
+
+    Raises:
+        CheckpointError: the model has parameters that the configuration does not describe, or lacks some.
+    """
+    rules = rules_for(hf_config, has_scalar_head=has_scalar_head, num_mtp_layers=num_mtp_layers(chunks))
+    groups = Groups.current()
+    held = held_here(chunks, rules, groups)
+    weights = {name: tensor for name, tensor in held.items() if not name.endswith(ADAPTER_PARAMETERS)}
+    yield from held_tensors(weights, rules, groups, device=device, dtype=dtype, value=value)
+
+
+def held_tensors(
+    held: Mapping[str, Tensor],
+    rules: Rules,
+    groups: Groups,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    value: Callable[[Tensor], Tensor] = Tensor.detach,
+) -> Iterator[Readable]:
+    """Yield the hub tensors of the parameters that the rules describe; see `held_hf_weights`.
+
+    Args:
+        held: this rank's shards, by their names in the whole model.
+        rules: rules of these parameters.
+        groups: process groups of the mesh.
+        device: see `held_hf_weights`.
+        dtype: see `held_hf_weights`.
+        value: see `held_hf_weights`.
+    """
+    holders(held, rules, groups)
+    for number, bundle in enumerate(rules.bundles()):
+        found: dict[str, list[_Block]] = {}
+        shards = []
+        for rule in bundle:
+            if rule.parameter in held:
+                shard = _Shard(rule, held[rule.parameter], groups)
+                shards.append(shard)
+                for block in shard.blocks(len(bundle)):
+                    found.setdefault(block.name, []).append(block)
+        if not shards:
+            continue
+        rule, tensor = shards[0].rule, shards[0].tensor
+        exported = tensor.dtype if dtype is None or rule.full_precision else dtype
+        once = _Values(value, device, exported, sum(map(len, found.values())))
+        names = list(dict.fromkeys(part.name for part in rule.parts))
+        for name, blocks in found.items():
+            places = tuple(block.place for block in blocks)
+            order = (number, names.index(name))
+            described = Held(name, dtype_name(exported), blocks[0].tensor_shape, order, places)
+            yield Readable(described, partial(_read, blocks, once))
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A block of a hub tensor."""
+
+    name: str
+    """Name of the hub tensor."""
+    tensor_shape: tuple[int, ...]
+    place: sent.Part
+    """Place of the block."""
+    part: Part
+    """A part of the parameter that the block contains."""
+    tensor: Tensor
+    """The shard that holds it."""
+    rows: tuple[slice, ...]
+    """Rows of the shard; with interleaved parts, those of each part."""
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """This rank's shard of a parameter."""
+
+    rule: Rule
+    tensor: Tensor
+    groups: Groups
+
+    def blocks(self, num_experts: int) -> Iterator[_Block]:
+        """Yield the blocks of hub tensors in the shard; a stack of experts has `num_experts` of them."""
+        rule, shape = self.rule, tuple(self.tensor.shape)
+        num_shards = self.groups.num_shards(rule)
+        number = self.groups.dividing(rule).rank() if num_shards > 1 else 0
+        shapes = rule.part_shapes(shape, num_shards)
+        first = number * shape[1] if rule.dim == 1 else 0
+        columns = slice(first, first + shape[1]) if len(shape) > 1 else slice(0, 0)
+        found: dict[tuple[str, sent.Part], list[tuple[int, slice]]] = {}
+        tensor_shapes = [part.tensor_shape(shapes[index], num_experts) for index, part in enumerate(rule.parts)]
+        at = 0
+        by_rows = (number, num_shards) if rule.dim == 0 else (0, 1)
+        for segment in rule.layout.segments(shape[0], *by_rows):
+            part, rows = rule.parts[segment.part], slice(segment.start, segment.stop)
+            place = _place(part.box(tensor_shapes[segment.part], rows, columns))
+            found.setdefault((part.name, place), []).append((segment.part, slice(at, at + segment.num_rows)))
+            at += segment.num_rows
+        for (name, place), rows_of in found.items():
+            index = rows_of[0][0]
+            rows_in_order = tuple(rows for _, rows in sorted(rows_of, key=lambda item: item[0]))
+            yield _Block(name, tensor_shapes[index], place, rule.parts[index], self.tensor, rows_in_order)
+
+
+def _place(box: Box) -> sent.Part:
+    return sent.Part(tuple(side.start for side in box), tuple(side.stop - side.start for side in box))
+
+
+class _Values:
+    """Reads each shard of a bundle once, for all of its blocks, and keeps it until the last block is read."""
+
+    def __init__(self, value: Callable[[Tensor], Tensor], device: torch.device, dtype: torch.dtype, uses: int) -> None:
+        self._value, self._device, self._dtype, self._uses = value, device, dtype, uses
+        self._kept: dict[int, Tensor] = {}
+        self._left = uses
+
+    def of(self, shard: Tensor) -> Tensor:
+        """Return the values of a shard."""
+        if id(shard) not in self._kept:
+            self._kept[id(shard)] = self._value(shard).to(self._device, self._dtype)
+        found = self._kept[id(shard)]
+        self._left -= 1
+        if self._left == 0:
+            self._kept, self._left = {}, self._uses
+        return found
+
+
+def _read(blocks: Sequence[_Block], values: _Values) -> list[Tensor]:
+    found = []
+    for block in blocks:
+        shard = values.of(block.tensor)
+        found.append(block.part.in_tensor([shard[rows] for rows in block.rows]))
     return found

@@ -1,13 +1,103 @@
-"""Describe the location of a Megatron Core parameter's values in hub tensors."""
+"""Describe where the values of a Megatron Core parameter are in hub tensors, and its name in the whole model.
 
-from collections.abc import Callable, Sequence
+Map the rows of a parameter's tensor-parallel shards to rows of hub tensors. A parameter of Megatron Core consists of
+rows of one or several hub tensors, its parts: a gated layer holds gate above up, attention holds query, key and value
+heads by groups. Reading and writing both use a `Layout`.
+
+Invariant: the segments of all shards cover every row of every part once.
+
+Map names of parameters in one rank's part of a model to names in the whole model. Does not import megatron. Invariant:
+a parameter has the same name on every mesh, in Transformer Engine's modules and in Megatron Core's own.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from nemo_rl.models.huggingface.tensor_files import Box
-from nemo_rl.models.megatron.conversion.layouts import Layout, Stacked
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Adjacent rows of a part in a shard."""
+
+    part: int
+    """Index of the part."""
+    start: int
+    """First row."""
+    stop: int
+    """End of the rows, exclusive."""
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return self.stop - self.start
+
+
+class Layout(Protocol):
+    """Order of the rows of the parts in each shard of a parameter."""
+
+    def part_rows(self, num_rows: int) -> list[int]:
+        """Return the rows of each part of a whole parameter with `num_rows` rows."""
+
+    def segments(self, num_rows: int, shard: int, num_shards: int) -> Iterator[Segment]:
+        """Yield the segments of a shard of `num_rows` rows, in order."""
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Parts of the same size; each shard holds its share of the first part, then of the second part, and so on."""
+
+    num_parts: int = 1
+    """2 for gate above up; 1 for a parameter that is one hub tensor."""
+
+    def part_rows(self, num_rows: int) -> list[int]:
+        """See `Layout`."""
+        return [num_rows // self.num_parts] * self.num_parts
+
+    def segments(self, num_rows: int, shard: int, num_shards: int) -> Iterator[Segment]:
+        """See `Layout`."""
+        rows = num_rows // self.num_parts
+        for part in range(self.num_parts):
+            yield Segment(part, shard * rows, (shard + 1) * rows)
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Queries, keys and values of attention; for each key head: the query heads that share it, the key, the value.
+
+    Shards are equal ranges of these rows. With more shards than key heads the ranges divide groups, and Megatron Core
+    gathers the projections.
+    """
+
+    queries_per_group: int
+    """Number of query heads that share a key head."""
+    head_dim: int
+    """Number of rows of a head."""
+
+    @property
+    def _sizes(self) -> tuple[int, int, int]:
+        return (self.queries_per_group * self.head_dim, self.head_dim, self.head_dim)
+
+    def part_rows(self, num_rows: int) -> list[int]:
+        """See `Layout`."""
+        return [num_rows // sum(self._sizes) * size for size in self._sizes]
+
+    def segments(self, num_rows: int, shard: int, num_shards: int) -> Iterator[Segment]:
+        """See `Layout`."""
+        first, last = shard * num_rows, (shard + 1) * num_rows
+        group_rows = sum(self._sizes)
+        for group in range(first // group_rows, -(-last // group_rows)):
+            at = group * group_rows
+            for part, size in enumerate(self._sizes):
+                start, stop = max(first - at, 0), min(last - at, size)
+                if start < stop:
+                    yield Segment(part, group * size + start, group * size + stop)
+                at += size
 
 
 @dataclass(frozen=True)
@@ -123,3 +213,35 @@ class Rule:
                 at += segment.num_rows
         rows = [values for _, values in sorted(found, key=lambda piece: piece[0])]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
+
+_TRANSFORMER_ENGINE = (
+    (r"self_attention\.linear_qkv\.layer_norm_", "input_layernorm."),
+    (r"self_attention\.linear_q_up_proj\.layer_norm_", "self_attention.q_layernorm."),
+    (r"self_attention\.linear_kv_up_proj\.layer_norm_", "self_attention.kv_layernorm."),
+    (r"mlp\.linear_fc1\.layer_norm_", "pre_mlp_layernorm."),
+    (r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$", r"mlp.experts.local_experts.\3.\1.\2"),
+)
+"""Names in Transformer Engine's modules, which combine a norm and the following layer, or several experts."""
+
+
+def own_name(name: str) -> str:
+    """Return the name of a parameter in Megatron Core's own modules."""
+    for pattern, replacement in _TRANSFORMER_ENGINE:
+        name = re.sub(rf"(?<=\.){pattern}", replacement, name)
+    return name
+
+
+def global_name(name: str, layers: Sequence[int], first_expert: int) -> str:
+    """Return the name of a parameter in the whole model.
+
+    Args:
+        name: name in one chunk of the model, without the wrappers' prefixes.
+        layers: numbers of the chunk's layers in the whole model, from 0.
+        first_expert: number of the rank's first expert.
+    """
+    name = _LAYER.sub(lambda found: f"decoder.layers.{layers[int(found[1])]}.", own_name(name))
+    return _EXPERT.sub(lambda found: f".local_experts.{first_expert + int(found[1])}.", name)

@@ -2,18 +2,205 @@
 
 Data and small functions, without megatron. Invariant: each hub tensor and each parameter belongs to exactly one
 bundle.
+
+Rules from the hub tensors of each family's layers to the parameters of Megatron Core. To add a family, add an entry to
+`FAMILIES` that calls the functions above it. Rules use the parameter names of Megatron Core's own modules
+(`get_gpt_decoder_block_spec` without Transformer Engine). The module `names` maps the names of Transformer Engine's
+modules to these.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from nemo_rl.models.megatron.conversion.layer_rules import FAMILIES
-from nemo_rl.models.megatron.conversion.parts import Part, Rule
+from nemo_rl.models.huggingface.sizes import head_size
+from nemo_rl.models.megatron.conversion.parts import Grouped, Part, Rule, Stacked
 from nemo_rl.utils.errors import ConfigError
+
+type LayerRules = Callable[[Any, int, str, str], Iterator[Rule]]
+"""Yields the rules of a piece of a layer; called with `(config, layer number, parameter prefix, hub prefix)`."""
+
+_GATED = Stacked(2)
+
+_NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
+_SANDWICH_NORMS = {
+    "input_layernorm": "input_layernorm",
+    "self_attention.linear_proj.post_layernorm": "post_attention_layernorm",
+    "pre_mlp_layernorm": "pre_feedforward_layernorm",
+    "mlp.linear_fc2.post_layernorm": "post_feedforward_layernorm",
+}
+
+
+_MTP_NORMS = {"enorm": "enorm", "hnorm": "hnorm", "final_layernorm": "shared_head.norm"}
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Structure of a family's layers, in both libraries."""
+
+    attention: LayerRules
+    """Rules of `self_attention`."""
+    mlp: LayerRules
+    norms: Mapping[str, str] = field(default_factory=lambda: _NORMS)
+    """Norms of a layer, as parameter name to hub name."""
+    mtp_norms: Mapping[str, str] | None = None
+    """Norms of a multi-token-prediction layer outside of its transformer layer; None: the family has no such layers."""
+
+    def of(self, config: PretrainedConfig, number: int) -> Iterator[Rule]:
+        """Yield all rules of a layer."""
+        return self._of(config, number, f"decoder.layers.{number}.")
+
+    def of_mtp(self, config: PretrainedConfig, depth: int) -> Iterator[Rule]:
+        """Yield all rules of a multi-token-prediction layer, which follows the model's layers in hub names.
+
+        Args:
+            config: configuration of the model.
+            depth: number of the layer among those of its kind, from 0.
+
+        Raises:
+            ConfigError: the family has no such layers.
+        """
+        if self.mtp_norms is None:
+            raise ConfigError(f"model_type={config.model_type} has no multi-token-prediction layers.")
+        number = config.num_hidden_layers + depth
+        ours, theirs = f"mtp.layers.{depth}.", f"model.layers.{number}."
+        for parameter, name in self.mtp_norms.items():
+            yield _same(f"{ours}{parameter}.weight", f"{theirs}{name}.weight")
+        yield _same(f"{ours}eh_proj.weight", f"{theirs}eh_proj.weight", dim=0)
+        yield from self._of(config, number, f"{ours}mtp_model_layer.")
+
+    def _of(self, config: PretrainedConfig, number: int, ours: str) -> Iterator[Rule]:
+        theirs = f"model.layers.{number}."
+        for parameter, name in self.norms.items():
+            yield _same(f"{ours}{parameter}.weight", f"{theirs}{name}.weight")
+        yield from self.attention(config, number, f"{ours}self_attention.", f"{theirs}self_attn.")
+        yield from self.mlp(config, number, f"{ours}mlp.", f"{theirs}mlp.")
+
+
+def _same(parameter: str, name: str, dim: int | None = None, **values: Any) -> Rule:
+    return Rule(parameter, (Part(name),), dim=dim, **values)
+
+
+def _attention(
+    config: Any,
+    number: int,
+    ours: str,
+    theirs: str,
+    *,
+    qkv_bias: bool | None = None,
+    has_output_bias: bool | None = None,
+    normed_heads: bool = False,
+    has_sinks: bool = False,
+) -> Iterator[Rule]:
+    """Yield the rules of attention with grouped heads; a bias argument of None takes the configuration's value."""
+    configured = bool(getattr(config, "attention_bias", False))
+    head_dim = head_size(config)
+    groups = Grouped(config.num_attention_heads // config.num_key_value_heads, head_dim)
+    for kind in ("weight", "bias") if (configured if qkv_bias is None else qkv_bias) else ("weight",):
+        parts = tuple(Part(f"{theirs}{name}_proj.{kind}") for name in "qkv")
+        yield Rule(f"{ours}linear_qkv.{kind}", parts, groups, dim=0)
+    yield _same(f"{ours}linear_proj.weight", f"{theirs}o_proj.weight", dim=1)
+    if configured if has_output_bias is None else has_output_bias:
+        yield _same(f"{ours}linear_proj.bias", f"{theirs}o_proj.bias")
+    if normed_heads:
+        yield _same(f"{ours}q_layernorm.weight", f"{theirs}q_norm.weight")
+        yield _same(f"{ours}k_layernorm.weight", f"{theirs}k_norm.weight")
+    if has_sinks:
+        yield _same(f"{ours}core_attention.softmax_offset", f"{theirs}sinks", dim=0)
+
+
+def _latent_attention(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
+    """Yield the rules of multi-head latent attention; the down projections are whole on every rank."""
+    biased = bool(config.attention_bias)
+    if config.q_lora_rank is None:
+        yield _same(f"{ours}linear_q_proj.weight", f"{theirs}q_proj.weight", dim=0)
+    else:
+        yield _same(f"{ours}linear_q_down_proj.weight", f"{theirs}q_a_proj.weight")
+        if biased:
+            yield _same(f"{ours}linear_q_down_proj.bias", f"{theirs}q_a_proj.bias")
+        yield _same(f"{ours}q_layernorm.weight", f"{theirs}q_a_layernorm.weight")
+        yield _same(f"{ours}linear_q_up_proj.weight", f"{theirs}q_b_proj.weight", dim=0)
+    yield _same(f"{ours}linear_kv_down_proj.weight", f"{theirs}kv_a_proj_with_mqa.weight")
+    if biased:
+        yield _same(f"{ours}linear_kv_down_proj.bias", f"{theirs}kv_a_proj_with_mqa.bias")
+    yield _same(f"{ours}kv_layernorm.weight", f"{theirs}kv_a_layernorm.weight")
+    yield _same(f"{ours}linear_kv_up_proj.weight", f"{theirs}kv_b_proj.weight", dim=0)
+    yield _same(f"{ours}linear_proj.weight", f"{theirs}o_proj.weight", dim=1)
+    if biased:
+        yield _same(f"{ours}linear_proj.bias", f"{theirs}o_proj.bias")
+
+
+def _gated_mlp(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
+    """Yield the rules of gate, up and down projection."""
+    for kind in ("weight", "bias") if getattr(config, "mlp_bias", False) else ("weight",):
+        gate_up = (Part(f"{theirs}gate_proj.{kind}"), Part(f"{theirs}up_proj.{kind}"))
+        yield Rule(f"{ours}linear_fc1.{kind}", gate_up, _GATED, dim=0)
+        yield _same(f"{ours}linear_fc2.{kind}", f"{theirs}down_proj.{kind}", dim=1 if kind == "weight" else None)
+
+
+def _experts(num_experts: int, ours: str, theirs: str) -> Iterator[Rule]:
+    """Yield the rules of gated experts, stored as separate tensors or as stacks with gate above up."""
+    for expert in range(num_experts):
+        stack = Part(f"{theirs}experts.gate_up_proj", expert)
+        for rule in _gated_mlp(None, 0, f"{ours}experts.local_experts.{expert}.", f"{theirs}experts.{expert}."):
+            gate_up = (replace(stack, share=(0, 2)), replace(stack, share=(1, 2)))
+            down = (Part(f"{theirs}experts.down_proj", expert),)
+            yield replace(rule, expert=expert, stacked_parts=gate_up if rule.layout == _GATED else down)
+
+
+def _qwen_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
+    """Yield the rules of a router and experts, or of a dense layer if the configuration has one here."""
+    sparse = config.num_experts > 0 and (number + 1) % config.decoder_sparse_step == 0
+    if number in config.mlp_only_layers or not sparse:
+        yield from _gated_mlp(config, number, ours, theirs)
+        return
+    yield _same(f"{ours}router.weight", f"{theirs}gate.weight")
+    yield from _experts(config.num_experts, ours, theirs)
+
+
+def _deepseek_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
+    """Yield the rules of a router with correction bias, experts and shared experts, or of a dense first layer."""
+    if number < config.first_k_dense_replace:
+        yield from _gated_mlp(config, number, ours, theirs)
+        return
+    yield _same(f"{ours}router.weight", f"{theirs}gate.weight")
+    yield _same(f"{ours}router.expert_bias", f"{theirs}gate.e_score_correction_bias", full_precision=True)
+    yield from _experts(config.n_routed_experts, ours, theirs)
+    if config.n_shared_experts:
+        yield from _gated_mlp(config, number, f"{ours}shared_experts.", f"{theirs}shared_experts.")
+
+
+def _gpt_oss_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
+    """Yield the rules of experts stored as transposed stacks with interleaved gate and up; all layers have biases."""
+    yield _same(f"{ours}router.weight", f"{theirs}router.weight")
+    yield _same(f"{ours}router.bias", f"{theirs}router.bias")
+    for expert in range(config.num_local_experts):
+        prefix = f"{ours}experts.local_experts.{expert}."
+        for kind, suffix in (("weight", ""), ("bias", "_bias")):
+            is_weight = kind == "weight"
+            stack = Part(f"{theirs}experts.gate_up_proj{suffix}", expert, interleaved=True, transposed=is_weight)
+            gate_up = (replace(stack, share=(0, 2)), replace(stack, share=(1, 2)))
+            down = Part(f"{theirs}experts.down_proj{suffix}", expert, transposed=is_weight)
+            yield Rule(f"{prefix}linear_fc1.{kind}", gate_up, _GATED, dim=0, expert=expert)
+            yield Rule(f"{prefix}linear_fc2.{kind}", (down,), dim=1 if is_weight else None, expert=expert)
+
+
+FAMILIES: dict[str, Layers] = {
+    "llama": Layers(_attention, _gated_mlp),
+    "mistral": Layers(_attention, _gated_mlp),
+    "qwen2": Layers(partial(_attention, qkv_bias=True, has_output_bias=False), _gated_mlp),
+    "qwen3": Layers(partial(_attention, normed_heads=True), _gated_mlp),
+    "qwen3_moe": Layers(partial(_attention, normed_heads=True), _qwen_moe),
+    "deepseek_v3": Layers(_latent_attention, _deepseek_moe, mtp_norms=_MTP_NORMS),
+    "gemma3_text": Layers(partial(_attention, normed_heads=True), _gated_mlp, _SANDWICH_NORMS),
+    "gpt_oss": Layers(partial(_attention, has_sinks=True), _gpt_oss_moe),
+}
+"""Layer rules by `model_type` of the configuration."""
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"

@@ -1,14 +1,25 @@
-"""Find the tensors in a folder's files that make up each parameter.
+"""Find in a folder's files the tensors that make up each parameter, and read them as floating-point values.
 
-Does not import megatron. Invariant: every tensor of the files belongs to a parameter or is left out by a rule, and
-every parameter has its tensors; otherwise an error names those that do not fit.
+Find the tensors in a folder's files that make up each parameter. Does not import megatron. Invariant: every tensor of
+the files belongs to a parameter or is left out by a rule, and every parameter has its tensors; otherwise an error names
+those that do not fit.
+
+Read files with 8-bit or 4-bit weights as if they held floating-point weights. DeepSeek-V3 is published in float8 with
+one factor per block of 128 x 128 values, GPT-OSS with experts in MXFP4. Training needs floating-point values.
+Invariant: only the blocks that overlap a requested part are read, and the values are those of the dequantisation in
+`transformers`.
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, override
 
-from nemo_rl.models.huggingface.tensor_files import TensorFiles
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from nemo_rl.models.huggingface.tensor_files import Box, TensorFiles
 from nemo_rl.models.megatron.conversion.parts import Part, Rule
 from nemo_rl.models.megatron.conversion.rules import EMBEDDING, HEAD, OUTPUT, SCALAR_HEAD, Rules
 from nemo_rl.utils.errors import CheckpointError
@@ -80,3 +91,80 @@ def listed(title: str, names: Iterable[str]) -> str:
     found = sorted(names)
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return f"{title}{', '.join(found[:_SHOWN])}{more}." if found else ""
+
+
+_FACTORS = "_scale_inv"
+_BLOCKS, _EXPONENTS = "_blocks", "_scales"
+_BLOCK_SIZE = (128, 128)
+_MXFP4_SIZE = 32
+"""Values that share an exponent (OCP Microscaling Formats 1.0, section 5.2)."""
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The 16 values of 4 bits (section 5.3.3)."""
+_EXPONENT_BIAS = 127
+
+
+class DequantizedFiles(TensorFiles):
+    """Tensors of files by the names of weights; tensors of scales are hidden.
+
+    Args:
+        files: as in `TensorFiles`.
+        hf_config: its `quantization_config.weight_block_size` is the size of float8 blocks.
+        file_of: as in `TensorFiles`.
+    """
+
+    def __init__(
+        self, files: Iterable[Path], hf_config: PretrainedConfig, file_of: Mapping[str, Path] | None = None
+    ) -> None:
+        super().__init__(files, file_of)
+        described: Any = getattr(hf_config, "quantization_config", None) or {}
+        described = described if isinstance(described, dict) else described.to_dict()
+        self._block_size: tuple[int, int] = tuple(described.get("weight_block_size") or _BLOCK_SIZE)
+        stored = self.file_of.keys()
+        self._float8 = {name for name in stored if name + _FACTORS in stored}
+        stems = {name.removesuffix(_BLOCKS) for name in stored if name.endswith(_BLOCKS)}
+        self._mxfp4 = {stem for stem in stems if stem + _EXPONENTS in stored}
+        self.file_of |= {name: self.file_of[name + _BLOCKS] for name in self._mxfp4}
+
+    def __iter__(self) -> Iterator[str]:
+        hidden = {name + _FACTORS for name in self._float8}
+        hidden |= {name + suffix for name in self._mxfp4 for suffix in (_BLOCKS, _EXPONENTS)}
+        yield from (name for name in super().__iter__() if name not in hidden)
+        yield from self._mxfp4
+
+    def like(self, name: str) -> Tensor:
+        """See `TensorFiles`; dequantised tensors are float32."""
+        if name in self._mxfp4:
+            experts, rows, groups, half = super().like(name + _BLOCKS).shape
+            return torch.empty(experts, groups * half * 2, rows, device="meta")
+        found = super().like(name)
+        return found.float() if name in self._float8 else found
+
+    @override
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        if name not in self._float8 and name not in self._mxfp4:
+            return super().read(name, box)
+        shape = self.like(name).shape
+        ranges = [range(size)[part] for size, part in zip(shape, box or [slice(None)] * len(shape), strict=True)]
+        return self._from_mxfp4(name, *ranges) if name in self._mxfp4 else self._from_float8(name, *ranges)
+
+    def _from_float8(self, name: str, rows: range, columns: range) -> Tensor:
+        values = super().read(name, (_slice(rows), _slice(columns))).float()
+        row_block, column_block = (
+            torch.tensor(part) // size for part, size in zip((rows, columns), self._block_size, strict=True)
+        )
+        return values * super().read(name + _FACTORS).float()[row_block][:, column_block]
+
+    def _from_mxfp4(self, name: str, experts: range, columns: range, rows: range) -> Tensor:
+        """Read `[experts, columns, rows]`; the files hold rows of groups of columns, with two columns per byte."""
+        groups = slice(columns.start // _MXFP4_SIZE, -(-columns.stop // _MXFP4_SIZE))
+        box = (_slice(experts), _slice(rows), groups)
+        packed = super().read(name + _BLOCKS, (*box, slice(None)))
+        exponents = super().read(name + _EXPONENTS, box).int() - _EXPONENT_BIAS
+        pairs = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
+        values = torch.ldexp(torch.tensor(_E2M1)[pairs.int()], exponents[..., None]).flatten(-2)
+        first = groups.start * _MXFP4_SIZE
+        return values[..., columns.start - first : columns.stop - first].transpose(1, 2)
+
+
+def _slice(part: range) -> slice:
+    return slice(part.start, part.stop)

@@ -1,25 +1,333 @@
-"""Start the process of one rank: settings, process group, and the backend that the configuration names.
+"""The worker of one policy rank, for every training backend, and the start of its process.
 
-A worker process builds `PolicyRank` by name. This file only assembles; `base` has the methods of a worker.
+The worker of one policy rank, for every training backend.
+
+`models.policy.lm_policy` calls one worker per rank. Flow of an update on one rank:
+
+    rows + microbatch sizes ─► ModelInputs ─► backend.run ─► forward_step: scatter, loss, metrics ─► step
+
+Invariant: all ranks make the same sequence of backend calls, because each call is collective. So the number of
+microbatches is the same on every rank, and a rank without counted tokens runs them too.
+
+Start the process of one rank: settings, process group, and the backend that the configuration names. A worker process
+builds `PolicyRank` by name. This file only assembles; `base` has the methods of a worker.
 """
+
+import logging
+import math
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-from nemo_rl.config import PolicyConfig
-from nemo_rl.distributed.ranks.process_group import init_process_group
+from nemo_rl.config import PolicyConfig, row_length_multiple
+from nemo_rl.data.routed_experts import ROUTED_EXPERTS
+from nemo_rl.data.stored_rows import with_tokens
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.distributed.ranks.process_group import destroy_process_group, init_process_group
 from nemo_rl.distributed.workers.start_phases import start_phase
+from nemo_rl.host.background import in_background
+from nemo_rl.host.capacity import usable_cores
 from nemo_rl.host.device import device_for
-from nemo_rl.models.policy.workers.base import PolicyWorker, WorkerSettings
+from nemo_rl.losses.loss_function import AnyLossFunction, LossMetrics
 from nemo_rl.models.policy.workers.costs import PassCosts, pass_costs
+from nemo_rl.models.policy.workers.loss_calls import call_loss, input_builder, reduce_metrics
+from nemo_rl.models.policy.workers.scoring import ScoringWorker
 from nemo_rl.models.policy.workers.update_recorder import RankUpdate, UpdateRecorder
-from nemo_rl.models.training.finite import ANOTHER_COPY, require_finite
+from nemo_rl.models.training.inputs import InputLayout, ModelInputs, split_rows
+from nemo_rl.models.training.interfaces import CheckpointPaths, PolicyBackend
+from nemo_rl.models.training.tensor_checks import ANOTHER_COPY, listed, not_finite, on_all_ranks, require_finite
 from nemo_rl.optimizations.process_tuning import keep_freed_memory
-from nemo_rl.optimizations.switch import is_on
-from nemo_rl.utils.errors import ConfigError
+from nemo_rl.optimizations.switch import Choice, is_on
+from nemo_rl.utils.errors import CheckpointError, ConfigError, NonFiniteError, WeightSyncError
 from nemo_rl.utils.imports import import_dotted
 from nemo_rl.utils.seed import derive_seed, set_seed
+from nemo_rl.weight_sync.buckets import Bucket
+from nemo_rl.weight_sync.endpoints import WeightSender
+from nemo_rl.weight_sync.exchange import Encoding
+from nemo_rl.weight_sync.lanes import Lane
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """Settings of a worker beyond the policy section."""
+
+    backend: str
+    """Dotted name of the `PolicyBackend`."""
+    layout: ParallelLayout
+    """Position of each rank on the parallel axes."""
+    uses_gpu: bool
+    """Whether each rank owns a GPU."""
+    num_threads: int | None
+    """CPU threads of the process; None divides the machine's cores by the processes that share them."""
+    ranks_per_node: int
+    """Number of workers that share the machine."""
+    collective_timeout_s: float
+    """Seconds after which a collective raises if a peer does not join."""
+    seed: int
+    """Run seed; each rank derives its own from it (dropout)."""
+    init_optimizer: bool
+    """Make optimizer and schedule."""
+    init_reference_model: bool
+    """Keep the initial weights for reference log-probabilities."""
+    busy_engines: int = 0
+    """Engine workers on the machine that compute while this process does."""
+    optimizations: Choice = "auto"
+    """Value of `cluster.optimizations`."""
+
+    def threads(self) -> int:
+        """Return the CPU threads of this process, the same at every start on the same machine."""
+        if self.num_threads is not None:
+            return self.num_threads
+        return max(1, usable_cores() // (self.ranks_per_node + self.busy_engines))
+
+
+@dataclass
+class UpdateResult:
+    """One rank's contribution to one optimizer update."""
+
+    loss: float
+    """This rank's part of the loss; the global loss is the sum over ranks."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """This rank's part of each metric; ranks are summed, `_min`/`_max` reduced by extreme."""
+    grad_norm: float = 0.0
+    """Gradient norm of the whole model, equal on all ranks."""
+    lr: float = 0.0
+    """Learning rate of the update."""
+    skipped: bool = False
+    """Whether the update was dropped because its gradient, or the learning rate, was not finite."""
+    not_finite: list[str] = field(default_factory=list)
+    """Names of the non-finite weights, or else gradients, of any rank, if the update was dropped."""
+    model_metrics: dict[str, float] = field(default_factory=dict)
+    """Metrics of the model itself, equal on all ranks."""
+
+
+class PolicyWorker(ScoringWorker):
+    """One rank of the policy.
+
+    Args:
+        backend: holds model, optimizer and mesh.
+        config: the policy section.
+        gives_scores: whether this rank returns scores; see `ParallelLayout.result_ranks`.
+    """
+
+    def __init__(self, backend: PolicyBackend, config: PolicyConfig, *, gives_scores: bool = True) -> None:
+        super().__init__(backend, input_layout(config), gives_scores=gives_scores)
+        self._sender: WeightSender | None = None
+        self._saving: Future[None] | None = None
+        self.recorder: UpdateRecorder | None = None
+
+    def train(
+        self,
+        data: BatchedDataDict[Any],
+        sizes: Sequence[int],
+        loss_fn: AnyLossFunction,
+        global_valid: tuple[float, float],
+        eval_mode: bool = False,
+        last_update: bool = True,
+    ) -> UpdateResult:
+        """Make one optimizer update from this rank's rows of one global batch.
+
+        Args:
+            data: the rows, in microbatch order: the keys of a training batch, or stored rows.
+            sizes: rows of each microbatch.
+            loss_fn: called on each microbatch; already divides by the global counts.
+            global_valid: valid sequences and valid tokens of the whole global batch.
+            eval_mode: compute loss and metrics only.
+            last_update: whether this update ends the training step, which advances the schedule.
+        """
+        microbatches, inputs = self._laid_out(data, sizes, loss_fn)
+        seqs, toks = (torch.tensor(count, device=self.backend.device) for count in global_valid)
+        valid = (seqs, toks)
+        losses: list[Tensor] = []
+        metrics: list[LossMetrics] = []
+        recorder = None if eval_mode else self.recorder
+
+        def forward_step(index: int, logprobs_K: Tensor, entropy_K: Tensor) -> Tensor:
+            rows = microbatches[index].to(self.backend.device)
+            loss, values = call_loss(loss_fn, inputs[index], logprobs_K, entropy_K, rows, valid)
+            losses.append(loss.detach())
+            metrics.append(values)
+            if recorder is not None:
+                recorder.note(rows, inputs[index], logprobs_K, losses[-1])
+            return _differentiable(loss, logprobs_K)
+
+        with nullcontext() if recorder is None else recorder.passes():
+            self.backend.run(inputs, forward_step, backward=not eval_mode)
+        if recorder is not None:
+            recorder.passes_end(metrics)
+        result = UpdateResult(loss=sum(loss.item() for loss in losses), metrics=reduce_metrics(metrics))
+        if not eval_mode:
+            self._update(result, last_update)
+        if recorder is not None:
+            recorder.end(result.grad_norm, result.lr, result.model_metrics)
+        return result
+
+    def _laid_out(
+        self, data: BatchedDataDict[Any], sizes: Sequence[int], loss_fn: AnyLossFunction
+    ) -> tuple[list[BatchedDataDict[Any]], list[ModelInputs]]:
+        """Return the microbatches, and their inputs as the loss wants them."""
+        microbatches = list(split_rows(with_tokens(data), sizes))
+        build = input_builder(loss_fn)
+        inputs = [build(rows, self._layout, self.backend.device) for rows in microbatches]
+        for rows in microbatches:
+            rows.pop(ROUTED_EXPERTS, None)  # the loss does not read them
+        return microbatches, inputs
+
+    def _update(self, result: UpdateResult, last_update: bool) -> None:
+        result.model_metrics = self.backend.update_metrics()
+        result.lr = self.backend.learning_rate()
+        result.grad_norm, stepped = self.backend.clip_and_step()
+        result.skipped = not stepped
+        if result.skipped:
+            result.not_finite = self.non_finite_weights() or on_all_ranks(list(self.backend.dropped_for))
+        if last_update:
+            self.backend.advance_schedule()
+
+    def non_finite_weights(self) -> list[str]:
+        """Return the names of the weights that hold NaN or infinity on any rank; collective."""
+        return on_all_ranks(not_finite(self.backend.weights_here()))
+
+    def iterate_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Call `PolicyBackend.iterate_weights`; all ranks must exhaust the iterator together."""
+        return self.backend.iterate_weights(dtype)
+
+    def move_optimizer_state(self, to_host: bool) -> None:
+        """Move optimizer state to host memory, to make room on the device for a colocated engine, or back."""
+        self.backend.move_optimizer_state(to_host)
+
+    def move_weights(self, to_host: bool) -> None:
+        """Move the weights of a frozen model to host memory or back."""
+        self.backend.move_weights(to_host)
+
+    def begin_weight_stream(self, lanes: list[Lane], dtype: str, encoding: Encoding | None = None) -> None:
+        """Start streaming the weights to the engines.
+
+        Args:
+            lanes: the ways to the engines; if they differ from the last ones, a new sender is made.
+            dtype: torch dtype the engines compute in, for example "bfloat16".
+            encoding: what is sent in place of the weights in that dtype.
+
+        Raises:
+            NonFiniteError: a weight is not finite, on any rank.
+            WeightSyncError: a rank that sends did not meet the engines.
+        """
+        spoilt = self.non_finite_weights()
+        if spoilt:
+            raise NonFiniteError(
+                f"The policy's weights are not finite: {listed(spoilt)}. They are not sent to engines."
+            )
+        if self._sender is None or (self._sender.lanes, self._sender.encoding) != (lanes, encoding):
+            self._close_sender()
+            self._sender = self._new_sender(lanes, encoding)
+        self._sender.begin(self.backend.held_weights(getattr(torch, dtype)))
+
+    def _new_sender(self, lanes: list[Lane], encoding: Encoding | None) -> WeightSender:
+        """Make the sender of this rank; collective, because the others must not wait for blocks of one that failed."""
+        rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
+        group = dist.group.WORLD if dist.is_initialized() else None
+        sender, failures = None, []
+        try:
+            sender = WeightSender(lanes, rank, is_node_leader=local_rank == 0, group=group, encoding=encoding)
+        except (OSError, RuntimeError) as error:
+            failures = [f"rank {rank}: {type(error).__name__}: {error}"]
+        failures = on_all_ranks(failures)
+        if sender is not None and not failures:
+            return sender
+        if sender is not None:
+            sender.close()
+        raise WeightSyncError(f"Trainer ranks did not meet the engines: {'; '.join(failures)}")
+
+    def _close_sender(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+
+    def next_weight_buckets(self) -> list[Bucket]:
+        """Give and take blocks of the next tensors, and pack a bucket of each lane; collective over all ranks."""
+        assert self._sender is not None, "begin_weight_stream comes first"
+        return self._sender.next_buckets()
+
+    def send_weight_bucket(self, bucket: Bucket) -> None:
+        """Send a packed bucket through a sending transport."""
+        assert self._sender is not None, "begin_weight_stream comes first"
+        self._sender.send(bucket)
+
+    def save_checkpoint(self, weights_path: str, optimizer_path: str | None = None, background: bool = False) -> None:
+        """Write this rank's part of a checkpoint; with `background`, return when the state is copied.
+
+        Raises:
+            CheckpointError: a weight is not finite, on any rank; nothing is written.
+        """
+        spoilt = self.non_finite_weights()
+        if spoilt:
+            raise CheckpointError(f"The weights are not finite and are not saved: {listed(spoilt)}.")
+        paths = _paths(weights_path, optimizer_path)
+        if background:
+            self.finish_checkpoint()
+            self._saving = in_background(self.backend.stage_save(paths), "checkpoint")
+        else:
+            self.backend.save(paths)
+
+    def checkpoint_is_written(self) -> bool:
+        """Return whether no background write is in progress."""
+        return self._saving is None or self._saving.done()
+
+    def finish_checkpoint(self) -> None:
+        """Wait for the background write.
+
+        Raises:
+            CheckpointError: a rank could not write its files.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
+
+    def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
+        """Restore a checkpoint; the reference weights remain those of `policy.model_name`.
+
+        Raises:
+            CheckpointError: a rank cannot read the checkpoint.
+            NonFiniteError: the checkpoint holds weights that are not finite.
+        """
+        self.backend.load(_paths(weights_path, optimizer_path))
+        require_finite(self.backend.weights_here(), f"the checkpoint {weights_path}", "Resume from an earlier one.")
+
+    def shutdown(self) -> bool:
+        """Free the weight transport and leave the process group."""
+        self._close_sender()
+        destroy_process_group()
+        return True
+
+
+def input_layout(config: PolicyConfig) -> InputLayout:
+    """Read the layout of microbatches from the configuration."""
+    round_to = row_length_multiple(config)
+    if config.dynamic_batching.enabled:
+        round_to = math.lcm(round_to, config.dynamic_batching.sequence_length_round)
+    if config.sequence_packing.enabled:
+        round_to = math.lcm(round_to, config.sequence_packing.sequence_length_round or 1)
+    return InputLayout(packed=config.sequence_packing.enabled, round_to=round_to)
+
+
+def _paths(weights_path: str, optimizer_path: str | None) -> CheckpointPaths:
+    return CheckpointPaths(Path(weights_path), Path(optimizer_path) if optimizer_path else None)
+
+
+def _differentiable(loss: Tensor, logprobs_K: Tensor) -> Tensor:
+    """Return a loss that backward can run on; that of a microbatch without counted tokens may be a constant."""
+    return loss if loss.requires_grad else loss + 0.0 * logprobs_K.sum()
 
 
 class PolicyRank(PolicyWorker):

@@ -18,9 +18,9 @@ from torch.utils.hooks import RemovableHandle
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.host.device import device_name
 from nemo_rl.losses.loss_function import LossMetrics
-from nemo_rl.models.training.fingerprints import Fingerprint, Piece, fingerprint, pieces
 from nemo_rl.models.training.inputs import ModelInputs
 from nemo_rl.models.training.interfaces import PolicyBackend
+from nemo_rl.models.training.tensor_checks import Fingerprint, Piece, fingerprint, pieces
 
 ROW_NUMBERS = "row_numbers"
 """Key of a batch that is recorded: the position of each row in the step, `[B]` int64."""

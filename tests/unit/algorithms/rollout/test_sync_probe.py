@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from nemo_rl.algorithms.rollout.sync_setup import SyncProbe, suspect_layer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.models.generation.hf.engine import HfEngine
+from nemo_rl.models.generation.hf import HfEngine
 from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest, GenerationResult, SamplingParams
 from nemo_rl.models.huggingface.layers import decoder_layers, recorded_outputs
 from nemo_rl.utils.errors import WeightSyncError

@@ -11,8 +11,7 @@ from nemo_rl.algorithms.runtime.throughput import Throughput
 from nemo_rl.algorithms.runtime.validations import InTurn, Validation
 from nemo_rl.config import CheckpointingConfig, LoggerConfig
 from nemo_rl.data.streams.prompt_stream import DataExhausted
-from nemo_rl.models.policy.work import WorkCount
-from nemo_rl.models.policy.workers.costs import PassCosts
+from nemo_rl.models.policy.workers.costs import PassCosts, WorkCount
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.logger import Logger
 

@@ -7,10 +7,9 @@ import pytest
 from run_parts import Counted
 
 from nemo_rl.algorithms.runtime.throughput import Throughput
-from nemo_rl.models.huggingface.flops import ModelFlops
-from nemo_rl.models.policy import work as work_module
-from nemo_rl.models.policy.work import WorkCount
-from nemo_rl.models.policy.workers.costs import PassCosts
+from nemo_rl.models.huggingface.sizes import ModelFlops
+from nemo_rl.models.policy.workers import costs as work_module
+from nemo_rl.models.policy.workers.costs import PassCosts, WorkCount
 
 pytestmark = pytest.mark.fast
 

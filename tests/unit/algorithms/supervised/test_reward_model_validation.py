@@ -7,8 +7,7 @@ from nemo_rl.algorithms.rm import RMValidator
 from nemo_rl.algorithms.supervised.start import validation_rows
 from nemo_rl.config import RMMasterConfig, load_config
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.losses.pair_losses import CentredMargin
-from nemo_rl.losses.preference import PreferenceLossFn
+from nemo_rl.losses.preference import CentredMargin, PreferenceLossFn
 
 pytestmark = pytest.mark.fast
 

@@ -13,8 +13,8 @@ from openai import AsyncOpenAI
 from starlette.responses import JSONResponse, Response
 
 from nemo_rl.experience.trajectory import Outcome, Trajectory
+from nemo_rl.models.generation.remote.chats import text_tokenizer
 from nemo_rl.models.generation.remote.model import ChatModel
-from nemo_rl.models.generation.remote.text_tokenizer import text_tokenizer
 from nemo_rl.utils.errors import EndpointUnusableError
 
 CALL = {"id": "call-of-server-1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}

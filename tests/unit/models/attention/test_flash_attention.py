@@ -8,7 +8,7 @@ import torch.nn.attention.varlen as varlen_of_torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nemo_rl.models.attention import flash_attn, varlen
+from nemo_rl.models.attention import flash_attn
 from nemo_rl.models.attention.flash_attn import flash_attention, use_flash_attention
 from nemo_rl.models.attention.kernels import attend
 from nemo_rl.models.attention.plan import AttentionPlan, Piece, Scoring, plan_of_row
@@ -141,9 +141,9 @@ def kernel(monkeypatch):
     """Make `attend` use a flash kernel on the CPU."""
 
     def take(stand_in) -> None:
-        monkeypatch.setattr(varlen, "_can_run", lambda *_: True)
+        monkeypatch.setattr(flash_attn, "_can_run", lambda *_: True)
         if stand_in is of_the_package:
-            monkeypatch.setattr(varlen, "flash_attn_varlen", lambda: of_the_package)
+            monkeypatch.setattr(flash_attn, "flash_attn_varlen", lambda: of_the_package)
         else:
             monkeypatch.setattr(varlen_of_torch, "varlen_attn", stand_in)
 
@@ -204,7 +204,7 @@ def test_the_flash_attn_package_caps_scores(kernel) -> None:
     want = attend(query, key, value, plan, scoring)
     assert not torch.allclose(want, attend(query, key, value, plan, Scoring(2.0, 4)), atol=1e-2)
     kernel(of_the_package)
-    assert varlen.find_kernel(query, key, value, scoring) is not None
+    assert flash_attn.find_kernel(query, key, value, scoring) is not None
     torch.testing.assert_close(attend(query, key, value, plan, scoring), want, rtol=0, atol=1e-6)
 
 
@@ -225,10 +225,10 @@ def without_softcap(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqle
     ],
 )
 def test_the_first_kernel_that_supports_the_call_is_chosen(scoring, package, found, monkeypatch) -> None:
-    monkeypatch.setattr(varlen, "_can_run", lambda *_: True)
-    monkeypatch.setattr(varlen, "flash_attn_varlen", lambda: package)
-    kernel = varlen.find_kernel(*_random((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8)), scoring)
-    assert {None: None, varlen.torch_varlen: "torch"}.get(kernel, "package") == found
+    monkeypatch.setattr(flash_attn, "_can_run", lambda *_: True)
+    monkeypatch.setattr(flash_attn, "flash_attn_varlen", lambda: package)
+    kernel = flash_attn.find_kernel(*_random((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8)), scoring)
+    assert {None: None, flash_attn.torch_varlen: "torch"}.get(kernel, "package") == found
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_kernels_get_only_the_arguments_they_accept(changes, runs, monkeypatch) 
             torch.empty(1, 2, 16, dim, dtype=case["dtype"], device=case["device"])
             for dim in (case["head_dim"], case.get("value_dim", case["head_dim"]))
         )
-    assert (varlen.find_kernel(tensor, tensor, value, Scoring()) is not None) is runs
+    assert (flash_attn.find_kernel(tensor, tensor, value, Scoring()) is not None) is runs
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.capacity.memory import MemoryPlan, Work, keys_per_token
 from nemo_rl.models.capacity.memory_trace import trace_model
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.dtensor.memory_plan import DTensorRank
+from nemo_rl.models.dtensor.mesh_check import DTensorRank
 from nemo_rl.models.dtensor.parallelize import KEPT_OPERATORS
 from nemo_rl.models.policy.batching import count_valid, shard_batch, training_strategy
-from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.models.policy.workers.rank import PolicyWorker
 from nemo_rl.utils.errors import ConfigError
 from tools.measure_memory import Setting, measure
 

@@ -7,10 +7,10 @@ from policy_helpers import policy_config, save_tiny_model, tiny_model
 
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.capacity.memory import Work
-from nemo_rl.models.draft.check import check_draft
+from nemo_rl.models.draft.choice import check_draft
 from nemo_rl.models.draft.head import DraftHead
 from nemo_rl.models.draft.shape import DraftShape
-from nemo_rl.models.dtensor.memory_plan import DTensorRank
+from nemo_rl.models.dtensor.mesh_check import DTensorRank
 from nemo_rl.utils.errors import ConfigError
 
 MODEL = tiny_model("qwen3", num_hidden_layers=8).config

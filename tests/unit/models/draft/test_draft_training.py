@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nemo_rl.distributed.ranks.placements import whole
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.policy.batching import count_valid, shard_batch, training_strategy
-from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.models.policy.workers.rank import PolicyWorker
 from nemo_rl.models.training.interfaces import CheckpointPaths
 
 DATA = random_batch(rows=6, width=24)

@@ -17,11 +17,11 @@ from policy_helpers import (
 )
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from nemo_rl.models.dtensor import compiled_layers
+from nemo_rl.models.dtensor import parallelize
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.dtensor.compiled_layers import compile_layers, wants_compiled
+from nemo_rl.models.dtensor.parallelize import compile_layers, wants_compiled
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
-from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.models.policy.workers.rank import PolicyWorker
 from nemo_rl.utils.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -166,8 +166,8 @@ def test_torchs_compiler_computes_the_same_in_each_layer(shape, layout, tmp_path
     ],
 )
 def test_one_constant_decides_for_gpus(monkeypatch, asked, on_gpus, device, fits, compiled) -> None:
-    monkeypatch.setattr(compiled_layers, "COMPILES_ON_GPUS", on_gpus)
-    monkeypatch.setattr(compiled_layers, "has_triton", lambda: True)
+    monkeypatch.setattr(parallelize, "COMPILES_ON_GPUS", on_gpus)
+    monkeypatch.setattr(parallelize, "has_triton", lambda: True)
     model = tiny_model("qwen2")
     assert wants_compiled(asked, model, torch.device(device), fits=fits) == compiled
     if asked is None:
@@ -177,7 +177,7 @@ def test_one_constant_decides_for_gpus(monkeypatch, asked, on_gpus, device, fits
 
 
 def test_the_default_names_the_rows_that_decide_it() -> None:
-    source = Path(compiled_layers.__file__).read_text()
+    source = Path(parallelize.__file__).read_text()
     names = {check.name for check in CHECKS}
     for row in ("compiled layers", "compiled training step"):
         assert row in names and f'"{row}"' in source

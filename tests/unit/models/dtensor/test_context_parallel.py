@@ -19,7 +19,7 @@ from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.context_parallel import Chunks, _ExchangedRow
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
-from nemo_rl.models.policy.workers.base import PolicyWorker, input_layout
+from nemo_rl.models.policy.workers.rank import PolicyWorker, input_layout
 from nemo_rl.models.training.inputs import InputLayout, all_targets, build_model_inputs
 from nemo_rl.utils.errors import ConfigError
 

@@ -18,7 +18,7 @@ from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.pipeline.stages import stage_of
 from nemo_rl.models.huggingface.load import load_scoring_model
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
-from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.models.policy.workers.rank import PolicyWorker
 from nemo_rl.models.training.interfaces import CheckpointPaths
 
 CPU = torch.device("cpu")

@@ -23,8 +23,7 @@ from nemo_rl.distributed.parallel_logprobs import (
     topk_logits,
 )
 from nemo_rl.distributed.ranks import collectives
-from nemo_rl.models.dtensor.causal_lm import CausalLMWithLogprobs, build_causal_lm
-from nemo_rl.models.dtensor.reward_model import RewardModel
+from nemo_rl.models.dtensor.heads import CausalLMWithLogprobs, RewardModel, build_causal_lm
 
 N, D, V, K = 23, 16, 52, 3
 

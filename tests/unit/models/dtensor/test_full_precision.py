@@ -18,9 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from nemo_rl.distributed.ranks.placements import whole
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.training_backend import DTensorTraining
-from nemo_rl.models.huggingface.full_precision import hold_in_float32, stays_float32
+from nemo_rl.models.huggingface.load import hold_in_float32, stays_float32
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
-from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.models.policy.workers.rank import PolicyWorker
 from nemo_rl.models.training.interfaces import CheckpointPaths
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nemo_rl.distributed.ranks.placements import whole
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
-from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.models.policy.workers.rank import PolicyWorker
 
 CPU = torch.device("cpu")
 SMALL_PACKS = {"sequence_packing": {"enabled": True, "train_mb_tokens": 32, "logprob_mb_tokens": 32}}

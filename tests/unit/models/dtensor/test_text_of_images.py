@@ -23,12 +23,12 @@ from nemo_rl.config import ClusterConfig, PolicyConfig
 from nemo_rl.distributed.ranks.placements import whole
 from nemo_rl.files.manifest import write_manifest
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.dtensor.lora.modules import _linear_names
+from nemo_rl.models.dtensor.lora import _linear_names
 from nemo_rl.models.dtensor.training_backend import DTensorTraining
 from nemo_rl.models.generation.factory import check_engine_model
 from nemo_rl.models.huggingface.layers import body, decoder_layers, parts_without_text
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
-from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.models.policy.workers.rank import PolicyWorker
 from nemo_rl.utils.errors import ConfigError
 
 CPU = torch.device("cpu")

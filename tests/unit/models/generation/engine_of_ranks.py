@@ -15,10 +15,9 @@ from nemo_rl.models.generation.interfaces import SamplingParams
 from nemo_rl.models.huggingface.layers import decoder_layers, recorded_outputs
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightSender
-from nemo_rl.weight_sync.holdings import WholeWeights
 from nemo_rl.weight_sync.lanes import Lane
-from nemo_rl.weight_sync.shared_memory import SharedBuffer, allocate, map_memory
-from nemo_rl.weight_sync.transport import TransportSpec
+from nemo_rl.weight_sync.parts import WholeWeights
+from nemo_rl.weight_sync.transport import SharedBuffer, TransportSpec, allocate, map_memory
 from nemo_rl.weight_sync.verify import SyncReceipt
 
 SPEC = TransportSpec("shared_memory", run_id="test", bucket_size_bytes=50_000)

@@ -13,8 +13,8 @@ from nemo_rl.distributed.ranks.rendezvous import hold_port
 from nemo_rl.distributed.workers.results import PendingCall
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightSender
-from nemo_rl.weight_sync.holdings import WholeWeights
 from nemo_rl.weight_sync.lanes import Lane
+from nemo_rl.weight_sync.parts import WholeWeights
 
 
 class LocalPolicy:

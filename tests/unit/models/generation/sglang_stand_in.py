@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from nemo_rl.distributed.ranks.rendezvous import bind_free_port
-from nemo_rl.models.generation.hf.engine import HfEngine
+from nemo_rl.models.generation.hf import HfEngine
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, SamplingParams
 from nemo_rl.utils.errors import GenerationError, NonFiniteError
 

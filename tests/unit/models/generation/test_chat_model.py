@@ -12,12 +12,9 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from nemo_rl.data.messages.encoding import encode_text, render_chat
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, SamplingParams
-from nemo_rl.models.generation.remote.answers import UnreadableError, read_completion
-from nemo_rl.models.generation.remote.chats import ChatInput
+from nemo_rl.models.generation.remote.chats import ChatInput, text_tokenizer
 from nemo_rl.models.generation.remote.connection import pause_s, seconds_of
-from nemo_rl.models.generation.remote.fields import chat_body, wire_messages
-from nemo_rl.models.generation.remote.model import ChatModel
-from nemo_rl.models.generation.remote.text_tokenizer import text_tokenizer
+from nemo_rl.models.generation.remote.model import ChatModel, UnreadableError, chat_body, read_completion, wire_messages
 from nemo_rl.utils.errors import ConfigError, EndpointUnusableError, NoAnswerError
 
 TOKENIZER = text_tokenizer()

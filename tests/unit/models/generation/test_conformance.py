@@ -12,7 +12,7 @@ from generation_helpers import make_model, make_settings, save_model
 from nemo_rl.commands.conformance import PROPERTIES, Case, ContractError, Report, check_property, table
 from nemo_rl.commands.conformance.__main__ import main
 from nemo_rl.commands.conformance.run import check_all
-from nemo_rl.models.generation.hf.engine import HfEngine
+from nemo_rl.models.generation.hf import HfEngine
 from nemo_rl.models.generation.interfaces import EngineSettings
 
 

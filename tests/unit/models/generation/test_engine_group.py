@@ -16,6 +16,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from nemo_rl.distributed.workers.calls import MultiWorkerFuture
 from nemo_rl.models.generation.engine_group import EngineGroup
+from nemo_rl.models.generation.engine_load import EngineLoad
 from nemo_rl.models.generation.interfaces import (
     Collected,
     GenerationRequest,
@@ -25,7 +26,6 @@ from nemo_rl.models.generation.interfaces import (
     ServedBy,
     VersionSpan,
 )
-from nemo_rl.models.generation.reports.load import EngineLoad
 from nemo_rl.utils.errors import DeadlineExceededError, GenerationError, ResourceInsufficientError, WorkerDiedError
 
 pytestmark = pytest.mark.asyncio

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from ray._private.async_compat import get_new_event_loop
 
-from nemo_rl.models.generation.ranks import meeting as meetings
-from nemo_rl.models.generation.ranks.links import Call, Link, Outcome, open_link, open_links
-from nemo_rl.models.generation.ranks.meeting import Meeting
+from nemo_rl.models.generation import ranks as meetings
+from nemo_rl.models.generation.ranks import Call, Link, Meeting, Outcome, open_link, open_links
 from nemo_rl.utils.errors import GenerationError
 
 FORK = multiprocessing.get_context("fork")

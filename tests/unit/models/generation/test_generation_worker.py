@@ -10,8 +10,8 @@ from generation_helpers import MAX_MODEL_LEN, PROMPTS, ask, greedy_reference, ma
 
 from nemo_rl.models.generation.worker import GenerationWorker
 from nemo_rl.weight_sync.endpoints import WeightSender
-from nemo_rl.weight_sync.holdings import WholeWeights
 from nemo_rl.weight_sync.lanes import Lane
+from nemo_rl.weight_sync.parts import WholeWeights
 from nemo_rl.weight_sync.transport import TransportSpec
 from nemo_rl.weight_sync.verify import check_receipts
 

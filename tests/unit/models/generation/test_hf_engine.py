@@ -20,10 +20,10 @@ from generation_helpers import (
 )
 from tiny_models import make_char_tokenizer
 
-from nemo_rl.models.generation.decoding.sampling import bad_word_ids, banned_tokens, draw, filtered_logprobs
-from nemo_rl.models.generation.hf.engine import HfEngine
+from nemo_rl.models.generation.hf import HfEngine
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, ResponseSoFar, SamplingParams
-from nemo_rl.models.generation.responses.continued import joined, rest_of
+from nemo_rl.models.generation.responses import joined, rest_of
+from nemo_rl.models.generation.rows import bad_word_ids, banned_tokens, draw, filtered_logprobs
 from nemo_rl.utils.errors import GenerationError
 
 

@@ -9,8 +9,8 @@ from transformers import GenerationConfig, PretrainedConfig
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.models.generation.factory import sampling_params
-from nemo_rl.models.generation.hf.engine import HfEngine
-from nemo_rl.models.generation.stop_tokens import stop_token_ids
+from nemo_rl.models.generation.hf import HfEngine
+from nemo_rl.models.generation.responses import stop_token_ids
 from nemo_rl.utils.errors import ConfigError
 
 PUBLISHED = {

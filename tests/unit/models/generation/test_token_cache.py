@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nemo_rl.models.attention import Scoring
-from nemo_rl.models.generation.decoding.token_cache import Cost, TokenCache
+from nemo_rl.models.generation.continuous import Cost, TokenCache
 
 CPU = torch.device("cpu")
 NUM_PLACES = 60

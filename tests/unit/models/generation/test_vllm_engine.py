@@ -63,13 +63,13 @@ from nemo_rl.config import ClusterConfig, PolicyConfig
 from nemo_rl.models.dtensor.checkpoints.model_files import weights_by_name
 from nemo_rl.models.generation.factory import engine_settings
 from nemo_rl.models.generation.interfaces import EngineSettings, GenerationResult, SamplingParams
-from nemo_rl.models.generation.responses.continued import joined, rest_of
+from nemo_rl.models.generation.responses import joined, rest_of
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
 from nemo_rl.models.huggingface.layers import decoder_layers, recorded_outputs
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightSender
-from nemo_rl.weight_sync.holdings import WholeWeights
 from nemo_rl.weight_sync.lanes import Lane
+from nemo_rl.weight_sync.parts import WholeWeights
 from nemo_rl.weight_sync.transport import TransportSpec
 from nemo_rl.weight_sync.verify import SyncReceipt, check_receipts
 
@@ -290,7 +290,7 @@ def test_layers_that_are_not_called_give_no_outputs():
     """vLLM replays CUDA graphs of some architectures without calling their modules; a stage has no other layers."""
     from vllm.model_executor.models.utils import PPMissingLayer
 
-    from nemo_rl.models.generation.vllm.layers import start_recording, stop_recording
+    from nemo_rl.models.generation.vllm.running_model import start_recording, stop_recording
 
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList([torch.nn.Identity(), torch.nn.Identity(), PPMissingLayer()])

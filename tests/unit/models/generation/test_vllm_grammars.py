@@ -23,8 +23,8 @@ from tiny_models import make_char_tokenizer, save_tiny_checkpoint
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from nemo_rl.models.generation.engine_load import load_metrics
 from nemo_rl.models.generation.interfaces import GenerationResult, Grammar, SamplingParams
-from nemo_rl.models.generation.reports.load import load_metrics
 
 pytestmark = [
     pytest.mark.vllm,
@@ -181,7 +181,7 @@ def open_responses(engine) -> tuple[int, int, int]:
 
 def updated_between(engine, grammar: Grammar, weights: list[Weights]) -> tuple[list[int], list[float]]:
     """Draw a response, load other weights before it is scored, and go back to the first ones afterwards."""
-    from nemo_rl.models.generation.vllm.weights import load_tensors
+    from nemo_rl.models.generation.vllm.running_model import load_tensors
 
     def load(tensors: Weights) -> None:
         engine.start_loading()

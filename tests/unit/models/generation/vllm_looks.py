@@ -241,7 +241,7 @@ def follow_cache(engine: Any, follows: bool) -> None:
 
 def attention_backends(engine: Any) -> list[str]:
     """Return the names of the attention backends of the model and of the layers that propose tokens."""
-    from nemo_rl.models.generation.vllm.speculation.watch import models_of
+    from nemo_rl.models.generation.vllm.drafting import models_of
 
     (models,) = engine._engine.collective_rpc(models_of)
     layers = [module for module in models.modules() if hasattr(module, "get_attn_backend")]

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
-from nemo_rl.models.huggingface.flops import PEAK_BF16_TFLOPS, _attention, _multiplied, model_flops, peak_tflops
+from nemo_rl.models.huggingface.sizes import PEAK_BF16_TFLOPS, _attention, _multiplied, model_flops, peak_tflops
 
 ROWS, T = 2, 12
 WIDE = {"sliding_window": 64, "attn_implementation": "eager"}

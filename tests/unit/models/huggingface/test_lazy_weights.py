@@ -23,9 +23,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from nemo_rl.distributed.ranks.placements import held_here
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.dtensor.checkpoints.model_files import weights_by_name
-from nemo_rl.models.dtensor.checkpoints.weight_files import local_box
-from nemo_rl.models.huggingface.lazy_weights import weights_left_in_files
+from nemo_rl.models.dtensor.checkpoints.lazy_weights import weights_left_in_files
+from nemo_rl.models.dtensor.checkpoints.model_files import local_box, weights_by_name
 from nemo_rl.models.huggingface.load import load_causal_lm, load_scoring_model
 from nemo_rl.models.huggingface.probe_model import small_probe_model
 from nemo_rl.models.huggingface.tensor_files import TensorFiles

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
 from nemo_rl.models.policy.batching import logprob_strategy, shard_batch
-from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.models.policy.workers.rank import PolicyWorker
 from nemo_rl.utils.errors import ConfigError
 
 ORIGINAL = 16

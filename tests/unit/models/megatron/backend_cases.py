@@ -137,7 +137,7 @@ def reward_error(values: dict[str, Any], packed: bool) -> dict[str, float]:
 
 def load_of_experts(hf: Any, values: dict[str, Any], packed: bool) -> tuple[dict[str, float], dict[str, float]]:
     """Return the backend's metrics of an update, and those of the choices that Hugging Face's routers make."""
-    from nemo_rl.models.training.expert_load import load_metrics
+    from nemo_rl.models.expert_routing import load_metrics
 
     counts = [torch.zeros(4, dtype=torch.int64) for _ in hf.model.layers]
     data = mesh_parity.batch(0)

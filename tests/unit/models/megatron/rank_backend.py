@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from nemo_rl.config import MegatronConfig, PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.weight_sync.exchange import everywhere
-from nemo_rl.weight_sync.holdings import ReadableWeights
+from nemo_rl.weight_sync.parts import ReadableWeights
 
 CPU = torch.device("cpu")
 _started: list[Any] = []
@@ -132,7 +132,7 @@ def exported(
     chunks: list[Any], config: PretrainedConfig, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the whole hub tensors of a model on every rank."""
-    from nemo_rl.models.megatron.conversion.exporter import held_hf_weights
+    from nemo_rl.models.megatron.conversion.holdings import held_hf_weights
 
     held = held_hf_weights(chunks, config, device=CPU, dtype=dtype)
     return everywhere(ReadableWeights(held, CPU), dist.group.WORLD)

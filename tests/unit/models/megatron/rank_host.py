@@ -45,12 +45,12 @@ class Host:
 
 
 def _serve(pipe: Any, other_end: Any) -> None:
-    from nemo_rl.models.megatron import cpu_shim
+    from nemo_rl.models.megatron import parallel
 
     other_end.close()  # so that the end of the test process is noticed here
     torch.set_num_threads(1)
     disable_progress_bar()
-    cpu_shim.install()
+    parallel.install()
     while asked := _asked(pipe):
         fn, num_ranks, args = asked
         try:

@@ -10,9 +10,9 @@ from small_models import MODELS, hf_config
 from transformers import AutoConfig
 from witness import compare
 
-from nemo_rl.models.megatron import families
-from nemo_rl.models.megatron.conversion import layer_rules
-from nemo_rl.models.megatron.families import FAMILIES, MODEL_TYPES, family_of
+from nemo_rl.models.megatron.conversion import rules
+from nemo_rl.models.megatron.model import families
+from nemo_rl.models.megatron.model.families import FAMILIES, MODEL_TYPES, family_of
 from nemo_rl.utils.errors import ConfigError
 
 TOLERANCE = 1e-5
@@ -120,7 +120,7 @@ def test_every_family_is_compared():
 
 
 def test_every_family_has_a_converter():
-    assert set(MODEL_TYPES) == set(layer_rules.FAMILIES)
+    assert set(MODEL_TYPES) == set(rules.FAMILIES)
 
 
 def test_families_do_not_import_megatron():

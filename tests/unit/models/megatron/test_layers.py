@@ -34,7 +34,7 @@ def chunks_of(
     **options: Any,
 ):
     """Return this rank's models without values, on new groups."""
-    from nemo_rl.models.megatron.build import build_chunks
+    from nemo_rl.models.megatron.model.build import build_chunks
 
     section = start_groups(**options)
     return build_chunks(hf_config(name, **values or {}), section, precision=precision, device=CPU, seed=seed)
@@ -76,7 +76,7 @@ PACKED_ATTENTION: tuple[tuple[str | None, tuple[int, int], bool, bool], ...] = (
 
 
 def check_packed_rows_need_an_attention_kernel_of_the_gpu() -> None:
-    from nemo_rl.models.megatron.build import require_packed_attention
+    from nemo_rl.models.megatron.model.build import require_packed_attention
 
     for chosen, capability, flash, runs in PACKED_ATTENTION:
         try:
@@ -94,8 +94,8 @@ def check_divided_down_projections_give_wrong_gradients() -> None:
     """Check the reason for `PortableLatentAttention`: the comparison finds upstream's layer wrong."""
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-    from nemo_rl.models.megatron import layers
     from nemo_rl.models.megatron.conversion import importer
+    from nemo_rl.models.megatron.model import layer_spec
 
     def fill(chunks: Any, *ignored: Any) -> None:
         """The importer refuses such layers."""
@@ -106,7 +106,7 @@ def check_divided_down_projections_give_wrong_gradients() -> None:
                 tensor.data.copy_(wanted[name])
 
     with (
-        replaced(layers, "PortableLatentAttention", MLASelfAttention),
+        replaced(layer_spec, "PortableLatentAttention", MLASelfAttention),
         replaced(importer, "load_huggingface", fill),
     ):
         logits, gradients, _ = compare("deepseek_v3", packed=False, **TP2_SP)
@@ -116,7 +116,7 @@ def check_divided_down_projections_give_wrong_gradients() -> None:
 
 def check_latent_attention_without_sequence_parallelism_is_wrong() -> None:
     """Check the reason for a refusal, on layers without experts, which Megatron Core would accept."""
-    from nemo_rl.models.megatron import build as build_file
+    from nemo_rl.models.megatron.model import build as build_file
 
     dense = {"first_k_dense_replace": 3}
     assert "sequence_parallel=true" in refusal("deepseek_v3", values=dense, **TP2)
@@ -126,7 +126,7 @@ def check_latent_attention_without_sequence_parallelism_is_wrong() -> None:
 
 
 def check_biases_of_experts_are_summed_once() -> None:
-    from nemo_rl.models.megatron import build as build_file
+    from nemo_rl.models.megatron.model import build as build_file
 
     with replaced(build_file, "_reduce_experts_once", lambda model: None):
         _, gradients, worst = compare("gpt_oss", packed=False, **TP2_SP)
@@ -190,7 +190,7 @@ def check_no_layer_is_upstream_s() -> None:
 
 
 def check_norms_round_as_transformers() -> None:
-    from nemo_rl.models.megatron.layers.norm import RMSNorm
+    from nemo_rl.models.megatron.model.layers import RMSNorm
 
     x = torch.randn(5, 64, dtype=torch.bfloat16)
     for kind, centred in ((LlamaRMSNorm, False), (Gemma3RMSNorm, True)):
@@ -268,8 +268,8 @@ def check_float8_needs_transformer_engine() -> None:
     """Check the refusal, that Megatron Core takes the fields, and that copies of the weights are freed."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from nemo_rl.models.megatron.build import _float8
-    from nemo_rl.models.megatron.layers.float8 import free_float8_copies
+    from nemo_rl.models.megatron.model.build import _float8
+    from nemo_rl.models.megatron.model.layers import free_float8_copies
 
     section = {"enabled": True, "fp8": "hybrid", "fp8_recipe": "tensorwise"}
     assert "fp8_cfg.enabled=true needs a GPU and the package transformer-engine" in refusal("llama", fp8_cfg=section)

@@ -15,7 +15,7 @@ from witness import global_tensors, largest_gradient_difference
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.parallel_logprobs import initial_head
 from nemo_rl.models.policy.batching import count_valid
-from nemo_rl.models.policy.workers.loss_inputs import call_loss
+from nemo_rl.models.policy.workers.loss_calls import call_loss
 from nemo_rl.models.policy.workers.scoring import ScoringWorker
 from nemo_rl.models.training.inputs import InputLayout, build_training_inputs, split_rows
 

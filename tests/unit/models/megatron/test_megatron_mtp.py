@@ -20,7 +20,7 @@ from nemo_rl.models.huggingface.tensor_files import TensorFiles, weight_files
 from nemo_rl.models.megatron.checkpoints.folder import hub_tensors_of, write_model
 from nemo_rl.models.megatron.conversion.rules import rules_for
 from nemo_rl.models.megatron.conversion.sources import sources
-from nemo_rl.models.megatron.model_check import check_mtp
+from nemo_rl.models.megatron.model.model_check import check_mtp
 from nemo_rl.models.training.interfaces import CheckpointPaths
 from nemo_rl.utils.errors import CheckpointError
 

@@ -10,7 +10,7 @@ from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.capacity.hub_configs import FOLDER
 from nemo_rl.models.capacity.memory import MemoryPlan, Work
 from nemo_rl.models.huggingface.sizes import parameters_of
-from nemo_rl.models.megatron.memory_plan import MegatronRank, stage_layers
+from nemo_rl.models.megatron.mesh_check import MegatronRank, stage_layers
 from nemo_rl.models.megatron.training_backend import MegatronTraining
 from tools.measure_memory import SETTINGS_OF_MEGATRON, Setting, measure
 

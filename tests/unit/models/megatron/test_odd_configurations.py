@@ -8,8 +8,8 @@ from rank_host import needs_megatron
 from small_models import MODELS, hf_config
 from transformers import PretrainedConfig
 
-from nemo_rl.models.megatron import model_check
-from nemo_rl.models.megatron.model_check import check_expressible, check_options, check_overrides
+from nemo_rl.models.megatron.model import model_check
+from nemo_rl.models.megatron.model.model_check import check_expressible, check_options, check_overrides
 from nemo_rl.models.training.backends import training_backend
 from nemo_rl.utils.errors import ConfigError
 

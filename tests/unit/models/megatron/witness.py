@@ -184,8 +184,8 @@ def difference(found: Tensor, wanted: Tensor) -> float:
 
 def chunks_of(model: PreTrainedModel, **megatron: Any) -> list[Any]:
     """Make the bare GPTModels of this rank on new groups, with the weights that the importer reads from files."""
-    from nemo_rl.models.megatron.build import build_chunks
     from nemo_rl.models.megatron.conversion.importer import load_huggingface
+    from nemo_rl.models.megatron.model.build import build_chunks
 
     section = start_groups(**megatron)
     chunks = build_chunks(model.config, section, precision=torch.float32, device=CPU)
@@ -208,7 +208,7 @@ def compare(
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
-    from nemo_rl.models.megatron.build import unwrap
+    from nemo_rl.models.megatron.model.build import unwrap
 
     model = hf_model(name, **values or {})
     (chunk,) = chunks_of(model, **megatron)

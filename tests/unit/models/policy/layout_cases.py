@@ -6,7 +6,7 @@ from policy_helpers import policy_config, process_group, random_batch
 
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.policy.batching import count_valid, shard_batch, training_strategy
-from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.models.policy.workers.rank import PolicyWorker
 
 CPU = torch.device("cpu")
 LAYOUTS = {

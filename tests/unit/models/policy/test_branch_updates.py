@@ -19,7 +19,7 @@ from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.policy.batching import count_valid, global_batches, shard_batch, training_strategy
-from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.models.policy.workers.rank import PolicyWorker
 
 CPU = torch.device("cpu")
 REWARDS = [2.0, 0.0, 1.0, 0.5]

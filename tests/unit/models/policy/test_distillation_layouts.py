@@ -13,10 +13,10 @@ from policy_helpers import (
 )
 
 from nemo_rl.config import DistillationLossConfig
-from nemo_rl.losses.distillation import LOG_TEACHER_OUTSIDE, DistillationLossFn
+from nemo_rl.losses.supervised import LOG_TEACHER_OUTSIDE, DistillationLossFn
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
-from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.models.policy.workers.rank import PolicyWorker
 
 CPU = torch.device("cpu")
 K = 9

@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from nemo_rl.config import TimeoutsConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.losses.likelihood import NLLLossFn
 from nemo_rl.losses.loss_function import LossInputType
+from nemo_rl.losses.supervised import NLLLossFn
 from nemo_rl.models.policy.batching import global_batches, shard_batch, training_strategy
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.errors import CheckpointError, ConfigError, DataError, DeadlineExceededError

@@ -17,14 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from nemo_rl.config import ClippedPGLossConfig, DistillationLossConfig, PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_logprobs import LogitTransform, SamplingDensity, token_logprobs
-from nemo_rl.losses.distillation import DistillationLossFn
-from nemo_rl.losses.likelihood import NLLLossFn
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
 from nemo_rl.losses.preference import DPOLossConfig, DPOLossFn
+from nemo_rl.losses.supervised import DistillationLossFn, NLLLossFn
 from nemo_rl.models.dtensor import build
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.policy.batching import count_valid, shard_batch, training_strategy
-from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.models.policy.workers.rank import PolicyWorker
 
 CPU = torch.device("cpu")
 B, T, V, K, CHUNK = 4, 48, 997, 5, 16

@@ -18,14 +18,14 @@ from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.ranks.process_group import device_mesh
 from nemo_rl.losses.loss_function import LossType
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.dtensor.causal_lm import build_causal_lm
+from nemo_rl.models.dtensor.heads import build_causal_lm
 from nemo_rl.models.dtensor.mesh import Meshes
 from nemo_rl.models.dtensor.optimizer import clip_gradients, total_norm
 from nemo_rl.models.dtensor.parallelize import ShardingSpec, shard
 from nemo_rl.models.huggingface.load import load_causal_lm
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
-from nemo_rl.models.policy.metrics import join_updates, reduce_metrics
-from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.models.policy.workers.loss_calls import join_updates, reduce_metrics
+from nemo_rl.models.policy.workers.rank import PolicyWorker
 from nemo_rl.utils.errors import ConfigError
 
 CPU = torch.device("cpu")

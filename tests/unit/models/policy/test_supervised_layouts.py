@@ -13,15 +13,20 @@ from transformers import (
 )
 
 from nemo_rl.config import ClippedPGLossConfig
-from nemo_rl.losses.feedback import KTOLossConfig, KTOLossFn
-from nemo_rl.losses.likelihood import NLLLossFn
-from nemo_rl.losses.pair_losses import CentredMargin
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
-from nemo_rl.losses.preference import DPOLossConfig, DPOLossFn, PreferenceLossFn
+from nemo_rl.losses.preference import (
+    CentredMargin,
+    DPOLossConfig,
+    DPOLossFn,
+    KTOLossConfig,
+    KTOLossFn,
+    PreferenceLossFn,
+)
+from nemo_rl.losses.supervised import NLLLossFn
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.build import build_model
 from nemo_rl.models.policy.batching import logprob_strategy, shard_batch
-from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.models.policy.workers.rank import PolicyWorker
 from nemo_rl.models.training.interfaces import CheckpointPaths
 from nemo_rl.utils.errors import ConfigError
 

@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM
 from nemo_rl.distributed.parallel_logprobs import initial_head, scalar_outputs
 from nemo_rl.losses.preference import PreferenceLossFn
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.dtensor.proof.float64 import in_float64
-from nemo_rl.models.dtensor.reward_model import RewardModel
+from nemo_rl.models.dtensor.heads import RewardModel
+from nemo_rl.models.dtensor.proof.numbers import in_float64
 from nemo_rl.models.huggingface.load import load_scoring_model
 from nemo_rl.models.policy.batching import logprob_strategy, scoring_rows, shard_batch
-from nemo_rl.models.policy.workers.base import PolicyWorker
-from nemo_rl.models.policy.workers.loss_inputs import check_loss, something_counts
+from nemo_rl.models.policy.workers.loss_calls import check_loss, something_counts
+from nemo_rl.models.policy.workers.rank import PolicyWorker
 from nemo_rl.models.training.inputs import InputLayout, build_training_inputs
 from nemo_rl.models.training.interfaces import CheckpointPaths
 from nemo_rl.utils.errors import ConfigError

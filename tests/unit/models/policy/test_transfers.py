@@ -15,7 +15,7 @@ from nemo_rl.models.attention.plan import AttentionPlan, Piece
 from nemo_rl.models.dtensor.context_parallel import ContextParallel
 from nemo_rl.models.megatron import inputs as megatron_inputs
 from nemo_rl.models.policy.workers import scoring
-from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.models.policy.workers.rank import PolicyWorker
 from nemo_rl.models.training import inputs
 from nemo_rl.models.training.inputs import (
     InputLayout,

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.policy.batching import count_valid, shard_batch, training_strategy
-from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.models.policy.workers.rank import PolicyWorker
 from nemo_rl.models.policy.workers.update_recorder import ROW_NUMBERS, RankUpdate, UpdateRecorder
-from nemo_rl.models.training.fingerprints import Piece, fingerprint, joined, pieces
+from nemo_rl.models.training.tensor_checks import Piece, fingerprint, joined, pieces
 
 ROWS = 6
 

@@ -17,7 +17,7 @@ from policy_helpers import policy_config, run_ranks
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.ranks.rendezvous import bind_free_port
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.models.policy.workers.rank import PolicyWorker
 from nemo_rl.utils.errors import WeightSyncError
 from nemo_rl.weight_sync.lanes import Lane
 from nemo_rl.weight_sync.transport import TransportSpec

@@ -7,15 +7,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl.config import REPOSITORY_ROOT
-from nemo_rl.models.quantization.blocks import (
-    FP8_ACTIVATIONS,
-    FP8_WEIGHTS,
-    MXFP8,
-    BlockFormat,
-    dequantize,
-    quantize,
-    rounded,
-)
+from nemo_rl.models.quantization import FP8_ACTIVATIONS, FP8_WEIGHTS, MXFP8, BlockFormat, dequantize, quantize, rounded
 
 POWERS = BlockFormat(128, 128, "power_of_two")
 FORMATS = {"blocks": FP8_WEIGHTS, "powers of two": POWERS, "activations": FP8_ACTIVATIONS, "mxfp8": MXFP8}

@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_rl.config import REPOSITORY_ROOT
 from nemo_rl.losses.objectives import make_truncation
-from nemo_rl.models.quantization.blocks import FP8_ACTIVATIONS, FP8_WEIGHTS, rounded
-from nemo_rl.models.quantization.weights import WeightQuantization
+from nemo_rl.models.quantization import FP8_ACTIVATIONS, FP8_WEIGHTS, WeightQuantization, rounded
 
 MODEL = REPOSITORY_ROOT / "examples/assets/tiny-chat"
 PROMPT = "<|im_start|>user\n{}=<|im_end|>\n<|im_start|>assistant\n"

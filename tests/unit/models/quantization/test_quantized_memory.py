@@ -7,11 +7,10 @@ import torch
 from architectures import random_model
 
 from nemo_rl.config import PolicyConfig
-from nemo_rl.models.capacity.engine_memory import engine_memory
+from nemo_rl.models.capacity.memory import engine_memory
 from nemo_rl.models.dtensor.checkpoints.model_files import weights_by_name
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
-from nemo_rl.models.quantization.blocks import FP8_WEIGHTS, MXFP8, BlockFormat
-from nemo_rl.models.quantization.weights import WeightQuantization
+from nemo_rl.models.quantization import FP8_WEIGHTS, MXFP8, BlockFormat, WeightQuantization
 
 
 @pytest.mark.parametrize("block_format", [FP8_WEIGHTS, MXFP8], ids=["128 x 128", "MXFP8"])

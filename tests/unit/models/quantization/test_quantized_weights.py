@@ -9,15 +9,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen3Moe
 
 from nemo_rl.config import ClusterConfig, PolicyConfig
 from nemo_rl.models.generation.factory import check_engine_model, engine_precision, engine_settings
-from nemo_rl.models.generation.vllm.float8.description import (
-    quantization_config,
-    unquantized_layers,
-    warn_of_weights_only,
-)
+from nemo_rl.models.generation.vllm.arguments import quantization_config, unquantized_layers, warn_of_weights_only
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
-from nemo_rl.models.quantization.blocks import FP8_WEIGHTS, MXFP8
-from nemo_rl.models.quantization.choice import weight_quantization
-from nemo_rl.models.quantization.weights import WeightQuantization
+from nemo_rl.models.quantization import FP8_WEIGHTS, MXFP8, WeightQuantization, weight_quantization
 from nemo_rl.utils.errors import ConfigError
 
 DENSE = Qwen2Config(

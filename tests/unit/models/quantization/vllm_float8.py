@@ -21,22 +21,22 @@ from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
 from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest, SamplingParams
 from nemo_rl.models.generation.stepped import Finished
+from nemo_rl.models.generation.vllm.arguments import quantization_config, unquantized_layers
+from nemo_rl.models.generation.vllm.cpu_build import round_activations
 from nemo_rl.models.generation.vllm.engine import VllmEngine
-from nemo_rl.models.generation.vllm.float8.activations import round_activations
-from nemo_rl.models.generation.vllm.float8.description import quantization_config, unquantized_layers
-from nemo_rl.models.generation.vllm.weights import without_cache_scales
+from nemo_rl.models.generation.vllm.running_model import without_cache_scales
 from nemo_rl.models.huggingface.load import load_causal_lm, load_model_config
-from nemo_rl.models.quantization.blocks import (
+from nemo_rl.models.quantization import (
     FP8_ACTIVATIONS,
     FP8_WEIGHTS,
     MXFP8,
     BlockFormat,
     Quantized,
+    WeightQuantization,
     dequantize,
     quantize,
     rounded,
 )
-from nemo_rl.models.quantization.weights import WeightQuantization
 
 POWERS = BlockFormat(128, 128, "power_of_two")
 NO_KERNEL = MagicMock(**{"input_quant_key.return_value": None})

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nemo_rl.models.training.expert_load import load_metrics
+from nemo_rl.models.expert_routing import load_metrics
 
 pytestmark = pytest.mark.fast
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from nemo_rl.models.training.fingerprints import Fingerprint, Piece, added, fingerprint, joined, pieces
+from nemo_rl.models.training.tensor_checks import Fingerprint, Piece, added, fingerprint, joined, pieces
 
 
 def tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -32,7 +32,7 @@ def test_pieces_of_rows_and_columns_add_up_to_the_whole(
 def test_long_tensors_are_the_sum_of_their_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = tensor(13, 11)
     want = fingerprint(whole)
-    monkeypatch.setattr("nemo_rl.models.training.fingerprints._CHUNK", 10)
+    monkeypatch.setattr("nemo_rl.models.training.tensor_checks._CHUNK", 10)
     got = fingerprint(whole)
     assert (got.checksum, got.sketch) == (want.checksum, pytest.approx(want.sketch))
 

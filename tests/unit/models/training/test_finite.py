@@ -19,9 +19,9 @@ from policy_helpers import (
 from nemo_rl.config.rules.models import check_trainable
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.policy.batching import count_valid, shard_batch, training_strategy
-from nemo_rl.models.policy.train_results import join_ranks, train_result
-from nemo_rl.models.policy.workers.base import PolicyWorker
-from nemo_rl.models.training.finite import listed, not_finite, require_finite
+from nemo_rl.models.policy.rank_calls import join_ranks, train_result
+from nemo_rl.models.policy.workers.rank import PolicyWorker
+from nemo_rl.models.training.tensor_checks import listed, not_finite, require_finite
 from nemo_rl.utils.errors import CheckpointError, ConfigError, NonFiniteError
 
 CPU = torch.device("cpu")

@@ -18,9 +18,9 @@ from nemo_rl.host import device as device_module
 from nemo_rl.host.device import exact_page_locking
 from nemo_rl.models.dtensor import backend as backend_module
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.policy.workers.base import PolicyWorker
-from nemo_rl.models.training import host_memory
-from nemo_rl.models.training.host_memory import HostMemory, move_weights
+from nemo_rl.models.policy.workers.rank import PolicyWorker
+from nemo_rl.models.training import torch_backend
+from nemo_rl.models.training.torch_backend import HostMemory, move_weights
 
 CPU = torch.device("cpu")
 
@@ -274,7 +274,7 @@ def test_weights_reach_the_host_before_the_model_reads_them(monkeypatch) -> None
             return super().store(name, tensor)
 
     monkeypatch.setattr(
-        host_memory, "device_for", lambda uses_gpu: SimpleNamespace(synchronize=lambda: events.append("synchronize"))
+        torch_backend, "device_for", lambda uses_gpu: SimpleNamespace(synchronize=lambda: events.append("synchronize"))
     )
     move_weights(Model(2, 2), Memory(pinned=False), CPU, to_host=True)
     assert events == ["store weight", "store bias", "synchronize", "apply"]

@@ -14,13 +14,13 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.runners.stored import located, split
 from nemo_rl.experience.trajectory import Rollouts, Trajectory
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
-from nemo_rl.models.dtensor.attention.function import register_varlen_attention
+from nemo_rl.models.dtensor.attention import register_varlen_attention
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.build import Built
-from nemo_rl.models.dtensor.causal_lm import build_causal_lm
-from nemo_rl.models.huggingface.lazy_weights import LazyWeights
+from nemo_rl.models.dtensor.checkpoints.lazy_weights import LazyWeights
+from nemo_rl.models.dtensor.heads import build_causal_lm
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
-from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.models.policy.workers.rank import PolicyWorker
 from nemo_rl.models.training.shared_prefixes import spread
 
 CPU = torch.device("cpu")

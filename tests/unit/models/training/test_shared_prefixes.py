@@ -22,11 +22,10 @@ from nemo_rl.data.packing import SHARED_PREFIXES, column_of, find_prefixes
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_logprobs import TopK
 from nemo_rl.models.attention import AttentionPlan
-from nemo_rl.models.dtensor.attention.function import register_varlen_attention
-from nemo_rl.models.dtensor.attention.probe import verify_shared_prompts
+from nemo_rl.models.dtensor.attention import register_varlen_attention, verify_shared_prompts
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
-from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.models.policy.workers.rank import PolicyWorker
 from nemo_rl.models.training.inputs import InputLayout, build_score_inputs, build_topk_inputs, build_training_inputs
 from nemo_rl.models.training.shared_prefixes import share_prefixes
 from nemo_rl.utils.errors import ConfigError

@@ -17,7 +17,7 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.dtensor.training_backend import DTensorTraining
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.weight_stream import PolicyWeightStream
-from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.models.policy.workers.rank import PolicyWorker
 from nemo_rl.models.training.backends import backend_of_checkpoint, training_backend
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 from nemo_rl.weight_sync.endpoints import WeightReceiver

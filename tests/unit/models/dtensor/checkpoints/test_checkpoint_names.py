@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.checkpoints.model_files import weights_by_name
-from nemo_rl.models.generation.hf.engine import HfEngine
+from nemo_rl.models.generation.hf import HfEngine
 from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint, in_memory
 from nemo_rl.models.training.interfaces import CheckpointPaths

@@ -30,7 +30,7 @@ from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.checkpoints import model_files as checkpoint_io
 from nemo_rl.models.dtensor.checkpoints import training_state
 from nemo_rl.models.dtensor.optimizer import build_optimizer, build_scheduler, hyperparameters_now
-from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.models.policy.workers.rank import PolicyWorker
 from nemo_rl.models.training.interfaces import CheckpointPaths
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 

@@ -15,9 +15,8 @@ from trained_states import assert_equal_states, update, whole_state
 from transformers import PreTrainedModel
 
 from nemo_rl.models.dtensor.checkpoints import model_files as checkpoint_io
-from nemo_rl.models.dtensor.checkpoints.model_files import prepare_weights
+from nemo_rl.models.dtensor.checkpoints.model_files import Part, join_pieces, prepare_weights, write_parts
 from nemo_rl.models.dtensor.checkpoints.training_state import load_training_state, prepare_training_state
-from nemo_rl.models.dtensor.checkpoints.weight_files import Part, join_pieces, write_parts
 from nemo_rl.models.dtensor.optimizer import build_optimizer, build_scheduler, optimizer_settings
 from nemo_rl.models.training.interfaces import CheckpointPaths
 from nemo_rl.utils.errors import CheckpointError

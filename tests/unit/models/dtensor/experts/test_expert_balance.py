@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.dtensor.experts.balance import ExpertBalance, auxiliary_coefficient
+from nemo_rl.models.dtensor.routers import ExpertBalance, auxiliary_coefficient
 from nemo_rl.utils.errors import ConfigError
 
 ROUTED = [[0, 1], [0, 2], [0, 1], [3, 0], [2, 3]]  # experts of five tokens, of which the last one is padding

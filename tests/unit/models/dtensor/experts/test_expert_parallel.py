@@ -14,16 +14,16 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.ranks import collectives
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.dtensor.experts.balance import ExpertBalance
-from nemo_rl.models.dtensor.experts.parallel import (
+from nemo_rl.models.dtensor.expert_parallel import (
     dispatch_over_expert_ranks,
     divide_over_tensor_ranks,
     divide_tokens,
     require_experts,
 )
 from nemo_rl.models.dtensor.mesh import Meshes
+from nemo_rl.models.dtensor.routers import ExpertBalance
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
-from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.models.policy.workers.rank import PolicyWorker
 from nemo_rl.utils.errors import ConfigError
 
 CPU = torch.device("cpu")

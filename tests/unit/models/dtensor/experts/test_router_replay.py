@@ -12,8 +12,8 @@ from test_expert_parallel import CPU, ROWS, _difference, _save, _train_once, _va
 
 from nemo_rl.data.routed_experts import ROUTED_EXPERTS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.models.dtensor.experts.parallel import find_experts
-from nemo_rl.models.dtensor.experts.replay import ReplayedRouters, check_configuration
+from nemo_rl.models.dtensor.expert_parallel import find_experts
+from nemo_rl.models.dtensor.routers import ReplayedRouters, check_configuration
 from nemo_rl.models.policy.batching import count_valid
 from nemo_rl.models.training.inputs import InputLayout, build_training_inputs
 from nemo_rl.utils.errors import ConfigError

@@ -22,10 +22,10 @@ from tiny_models import make_char_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.dtensor.lora.export import adapter_source, export_merged, find_adapter, verify_merged
-from nemo_rl.models.dtensor.lora.files import read_adapter_config
+from nemo_rl.models.dtensor.checkpoints.lora_export import adapter_source, export_merged, find_adapter, verify_merged
+from nemo_rl.models.dtensor.lora import read_adapter_config
 from nemo_rl.models.policy.batching import count_valid, shard_batch, training_strategy
-from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.models.policy.workers.rank import PolicyWorker
 from nemo_rl.utils.errors import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[5]

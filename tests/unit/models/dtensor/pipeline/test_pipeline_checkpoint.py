@@ -16,8 +16,8 @@ from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.pipeline.stages import stage_of
 from nemo_rl.models.huggingface.load import load_scoring_model
 from nemo_rl.models.policy.batching import count_valid, shard_batch, training_strategy
-from nemo_rl.models.policy.train_results import join_layers
-from nemo_rl.models.policy.workers.base import PolicyWorker, UpdateResult
+from nemo_rl.models.policy.rank_calls import join_layers
+from nemo_rl.models.policy.workers.rank import PolicyWorker, UpdateResult
 from nemo_rl.models.training.inputs import InputLayout, build_score_inputs
 
 ADAMW = ("optimizer", {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-3}})

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from nemo_rl.models.dtensor.pipeline.schedule import Exchange, Pass, Program, num_warmup, programs
+from nemo_rl.models.dtensor.pipeline.runner import Exchange, Pass, Program, num_warmup, programs
 
 pytestmark = pytest.mark.fast
 

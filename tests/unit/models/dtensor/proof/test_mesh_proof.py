@@ -14,12 +14,12 @@ from transformers import AutoConfig, PretrainedConfig
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.models.dtensor import tensor_parallel
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.pipeline import stages
-from nemo_rl.models.dtensor.proof import known, mesh_proof, prove_mesh
+from nemo_rl.models.dtensor.proof import mesh_proof, prove_mesh
 from nemo_rl.models.dtensor.proof.children import Failure, answers
 from nemo_rl.models.dtensor.proof.small import SmallMesh, small_model, small_policy
-from nemo_rl.models.dtensor.tensor_parallel import apply as tensor_parallel
 from nemo_rl.utils.errors import ConfigError, DeadlineExceededError
 
 TP2 = {"tensor_parallel_size": 2}
@@ -65,7 +65,7 @@ def test_a_proven_mesh_is_remembered(cache, monkeypatch) -> None:
     for changed in ({"mesh": TP2 | {"sequence_parallel": True}}, {"mesh": TP2, "fields": {"hidden_size": 32}}):
         with pytest.raises(ConfigError, match="it was asked again"):
             prove("llama", **changed)
-    monkeypatch.setattr(known, "_code", lambda: "other code")
+    monkeypatch.setattr(mesh_proof, "_code", lambda: "other code")
     with pytest.raises(ConfigError, match="it was asked again"):
         prove("llama", TP2)
 

@@ -19,7 +19,7 @@ from vllm_looks import router_biases
 
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.generation.interfaces import SamplingParams
-from nemo_rl.models.huggingface.full_precision import hold_in_float32
+from nemo_rl.models.huggingface.load import hold_in_float32
 from nemo_rl.weight_sync.endpoints import WeightSender
 from nemo_rl.weight_sync.lanes import Lane
 from nemo_rl.weight_sync.transport import TransportSpec

@@ -17,10 +17,10 @@ from nemo_rl.data.routed_experts import ROUTED_EXPERTS, note_experts, padded_exp
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, Grammar
-from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.models.policy.workers.rank import PolicyWorker
 from nemo_rl.weight_sync.endpoints import WeightSender
-from nemo_rl.weight_sync.holdings import WholeWeights
 from nemo_rl.weight_sync.lanes import Lane
+from nemo_rl.weight_sync.parts import WholeWeights
 from nemo_rl.weight_sync.transport import TransportSpec
 
 pytestmark = [

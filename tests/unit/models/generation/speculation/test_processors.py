@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from vllm_looks import attention_backends, loaded_extensions
 
 from nemo_rl.weight_sync.endpoints import WeightSender
-from nemo_rl.weight_sync.holdings import WholeWeights
+from nemo_rl.weight_sync.parts import WholeWeights
 
 pytestmark = [
     pytest.mark.vllm,

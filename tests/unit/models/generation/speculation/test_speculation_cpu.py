@@ -34,11 +34,11 @@ from speculating import (
 )
 from transformers import PreTrainedModel
 
+from nemo_rl.models.generation.engine_load import load_metrics
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, SamplingParams
-from nemo_rl.models.generation.reports.load import load_metrics
 from nemo_rl.utils.seed import derive_seed
 from nemo_rl.weight_sync.endpoints import WeightSender
-from nemo_rl.weight_sync.holdings import WholeWeights
+from nemo_rl.weight_sync.parts import WholeWeights
 
 pytestmark = [
     pytest.mark.vllm,

@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 
 from nemo_rl.config import ClusterConfig, PolicyConfig
 from nemo_rl.config.loading.all_errors import collect_errors
-from nemo_rl.models.generation.reports.load import EngineLoad, SpeculationCounts, load_metrics
-from nemo_rl.models.generation.vllm.speculation.cpu_build import repeat_for_tokens
-from nemo_rl.models.generation.vllm.speculation.settings import KNOWN_KEYS, check_speculation, speculation_of
-from nemo_rl.models.generation.vllm.speculation.watch import SpeculationWatch
+from nemo_rl.models.generation.engine_load import EngineLoad, SpeculationCounts, load_metrics
+from nemo_rl.models.generation.vllm.cpu_build import repeat_for_tokens
+from nemo_rl.models.generation.vllm.drafting import SpeculationWatch
+from nemo_rl.models.generation.vllm.speculation import KNOWN_KEYS, check_speculation, speculation_of
 from nemo_rl.utils.errors import ConfigError
 
 pytestmark = pytest.mark.fast

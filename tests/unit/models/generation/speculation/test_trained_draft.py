@@ -17,12 +17,11 @@ from transformers import PreTrainedModel
 
 from nemo_rl.models.attention import plan_of_row
 from nemo_rl.models.draft.head import DraftHead
-from nemo_rl.models.draft.names import PREFIX, published
-from nemo_rl.models.draft.shape import DraftShape
-from nemo_rl.models.generation.reports.load import load_metrics
+from nemo_rl.models.draft.shape import PREFIX, DraftShape, published
+from nemo_rl.models.generation.engine_load import load_metrics
 from nemo_rl.utils.errors import GenerationError
 from nemo_rl.weight_sync.endpoints import WeightSender
-from nemo_rl.weight_sync.holdings import WholeWeights
+from nemo_rl.weight_sync.parts import WholeWeights
 
 pytestmark = [
     pytest.mark.vllm,
@@ -162,7 +161,7 @@ def of_second_runner(draft: torch.nn.Module | None, **marks: object) -> Any:
 
 
 def test_the_draft_model_of_the_second_runner_is_found() -> None:
-    from nemo_rl.models.generation.vllm.speculation.trained import TRAINED_LAYERS, trained_draft
+    from nemo_rl.models.generation.vllm.drafting import TRAINED_LAYERS, trained_draft
 
     draft = module(marked=True, seed=1)
     assert trained_draft(of_second_runner(draft, trained_with_policy=True)) is draft
@@ -175,14 +174,14 @@ def test_the_draft_model_of_the_second_runner_is_found() -> None:
 
 def test_a_trained_draft_model_that_vllm_does_not_give_is_an_error(monkeypatch) -> None:
     """Its weights would never arrive, and nothing else would tell."""
-    from nemo_rl.models.generation.vllm.speculation import trained
+    from nemo_rl.models.generation.vllm import drafting
 
     worker = of_second_runner(None, trained_with_policy=True)
-    monkeypatch.setattr(trained, "get_pp_group", lambda: SimpleNamespace(is_last_rank=True))
+    monkeypatch.setattr(drafting, "get_pp_group", lambda: SimpleNamespace(is_last_rank=True))
     with pytest.raises(GenerationError, match="vllm.v1.worker.gpu.model_runner.GPUModelRunner gives none"):
-        trained.trained_draft(worker)
-    monkeypatch.setattr(trained, "get_pp_group", lambda: SimpleNamespace(is_last_rank=False))
-    assert trained.trained_draft(worker) is None
+        drafting.trained_draft(worker)
+    monkeypatch.setattr(drafting, "get_pp_group", lambda: SimpleNamespace(is_last_rank=False))
+    assert drafting.trained_draft(worker) is None
 
 
 @pytest.mark.parametrize("flags", [{}, {"has_own_lm_head": True, "has_own_embed_tokens": True}])
@@ -191,7 +190,7 @@ def test_the_second_runner_lets_a_trained_draft_model_keep_its_head_only(monkeyp
     """Seed 1 draws the weights of the policy's model: weights that no file has are all equal before the first sync."""
     from vllm.v1.worker.gpu.spec_decode.eagle import utils
 
-    from nemo_rl.models.generation.vllm.speculation.trained import keep_own_heads
+    from nemo_rl.models.generation.vllm.drafting import keep_own_heads
 
     policy, draft = module(marked=False, seed=1), module(marked, seed)
     for name, value in flags.items():

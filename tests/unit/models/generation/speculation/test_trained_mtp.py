@@ -12,11 +12,11 @@ from speculating import SPEC, VOCABULARY, check_seeds, chi_square, counts, exact
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from nemo_rl.models.generation.engine_load import load_metrics
 from nemo_rl.models.generation.interfaces import SamplingParams
-from nemo_rl.models.generation.reports.load import load_metrics
 from nemo_rl.utils.seed import derive_seed
 from nemo_rl.weight_sync.endpoints import WeightSender
-from nemo_rl.weight_sync.holdings import WholeWeights
+from nemo_rl.weight_sync.parts import WholeWeights
 
 pytestmark = [
     pytest.mark.vllm,

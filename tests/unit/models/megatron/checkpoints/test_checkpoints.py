@@ -26,7 +26,7 @@ from small_models import hf_config, saved
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-from nemo_rl.models.megatron.checkpoints.saved_tensors import SavedTensors
+from nemo_rl.models.megatron.checkpoints.folder import SavedTensors
 from nemo_rl.models.megatron.training_backend import MegatronTraining
 from nemo_rl.models.training.inputs import InputLayout, build_score_inputs
 from nemo_rl.models.training.interfaces import CheckpointPaths

@@ -18,7 +18,7 @@ from rank_host import needs_megatron
 from torch import Tensor
 from two_devices import on_host, two_devices
 
-from nemo_rl.models.megatron.checkpoints.saved_tensors import SavedTensors
+from nemo_rl.models.megatron.checkpoints.folder import SavedTensors
 from nemo_rl.models.training.interfaces import CheckpointPaths
 from nemo_rl.utils.errors import CheckpointError
 

@@ -66,19 +66,19 @@ def two_devices() -> Iterator[None]:
     from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 
     from nemo_rl.models.megatron import optimizer
-    from nemo_rl.models.megatron.checkpoints import optimizer_state
-    from nemo_rl.models.training import host_memory
+    from nemo_rl.models.megatron.checkpoints import run_state
+    from nemo_rl.models.training import torch_backend
 
     places = {
         HybridDeviceOptimizer: ("__init__", "step"),
-        optimizer_state: ("state_to_load", "put_back"),
-        host_memory.HostMemory: ("store",),
+        run_state: ("state_to_load", "put_back"),
+        torch_backend.HostMemory: ("store",),
     }
     with ExitStack() as patches:
         for owner, names in places.items():
             patches.enter_context(patch.multiple(owner, **{name: _within(getattr(owner, name)) for name in names}))
         patches.enter_context(patch.multiple(optimizer, is_on_gpu=lambda chunks: True, find_spec=lambda name: None))
         patches.enter_context(
-            patch.multiple(host_memory, _is_on=lambda device, tensor: not on_host(tensor), _copy=_copy)
+            patch.multiple(torch_backend, _is_on=lambda device, tensor: not on_host(tensor), _copy=_copy)
         )
         yield

@@ -14,8 +14,8 @@ from small_models import hf_model
 from transformers import AutoConfig
 from witness import compare
 
-from nemo_rl.models.megatron.conversion.layer_rules import FAMILIES
-from nemo_rl.models.megatron.conversion.layouts import Grouped, Segment
+from nemo_rl.models.megatron.conversion.parts import Grouped, Segment
+from nemo_rl.models.megatron.conversion.rules import FAMILIES
 from nemo_rl.utils.errors import CheckpointError
 
 pytestmark = needs_megatron
@@ -61,7 +61,7 @@ def _round_trips(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
 
 def _chunks_of(config: Any, dtype: torch.dtype = torch.float32, **sizes: int) -> list[Any]:
     """Return this rank's models without values, on new groups."""
-    from nemo_rl.models.megatron.build import build_chunks
+    from nemo_rl.models.megatron.model.build import build_chunks
 
     section = start_groups(sp=sizes.get("tp", 1) > 1, **sizes)
     chunks = build_chunks(config, section, precision=dtype, device=CPU)

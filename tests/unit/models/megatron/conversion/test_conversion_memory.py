@@ -52,8 +52,8 @@ def _import(folder: Path) -> float:
 
 
 def _convert(folder: Path, section: MegatronConfig) -> dict[str, float]:
-    from nemo_rl.models.megatron.build import build_chunks
     from nemo_rl.models.megatron.conversion.importer import load_huggingface
+    from nemo_rl.models.megatron.model.build import build_chunks
 
     config, start = AutoConfig.from_pretrained(folder), anonymous_mib()
     with measured(start) as load:

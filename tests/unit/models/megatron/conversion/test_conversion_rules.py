@@ -15,19 +15,16 @@ from small_models import hf_config, hf_model
 from transformers import GPT2Config, PretrainedConfig
 
 from nemo_rl.models.huggingface.tensor_files import TensorFiles, weight_files
-from nemo_rl.models.megatron.conversion import layer_rules, layouts, names, parts, rules
+from nemo_rl.models.megatron.conversion import parts, rules
 from nemo_rl.models.megatron.conversion import sources as sources_module
-from nemo_rl.models.megatron.conversion.layer_rules import FAMILIES
-from nemo_rl.models.megatron.conversion.layouts import Grouped, Layout, Stacked
-from nemo_rl.models.megatron.conversion.names import global_name
-from nemo_rl.models.megatron.conversion.parts import Part
-from nemo_rl.models.megatron.conversion.rules import hub_tensors, rules_for
+from nemo_rl.models.megatron.conversion.parts import Grouped, Layout, Part, Stacked, global_name
+from nemo_rl.models.megatron.conversion.rules import FAMILIES, hub_tensors, rules_for
 from nemo_rl.models.megatron.conversion.sources import sources
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 
 pytestmark = pytest.mark.fast
 
-MODULES = [layer_rules, layouts, names, parts, rules, sources_module]
+MODULES = [rules, parts, parts, parts, rules, sources_module]
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +61,8 @@ def test_hub_names_are_those_that_hugging_face_saves(saved, family) -> None:
 
 
 def test_biases_follow_the_configuration() -> None:
-    names = rules_for(hf_config("llama", attention_bias=True, mlp_bias=True)).hub_names()
-    biases = {name.removeprefix("model.layers.2.") for name in names if "layers.2" in name and name.endswith(".bias")}
+    parts = rules_for(hf_config("llama", attention_bias=True, mlp_bias=True)).hub_names()
+    biases = {name.removeprefix("model.layers.2.") for name in parts if "layers.2" in name and name.endswith(".bias")}
     attention = {f"self_attn.{name}_proj.bias" for name in "qkvo"}
     assert biases == attention | {f"mlp.{name}_proj.bias" for name in ("gate", "up", "down")}
 
@@ -200,8 +197,8 @@ def test_only_files_of_the_index_are_read(saved, tmp_path) -> None:
     folder = _with(saved / "llama", tmp_path / "model")
     (folder / "model.safetensors").rename(folder / "model-1.safetensors")
     save_file({"other": torch.zeros(1)}, folder / "consolidated.safetensors")
-    names = load_file(folder / "model-1.safetensors")
-    index = {"weight_map": dict.fromkeys(names, "model-1.safetensors")}
+    parts = load_file(folder / "model-1.safetensors")
+    index = {"weight_map": dict.fromkeys(parts, "model-1.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert weight_files(folder) == [folder / "model-1.safetensors"]
     (folder / "model-1.safetensors").unlink()

@@ -10,9 +10,8 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
 
 from nemo_rl.models.huggingface.tensor_files import weight_files
-from nemo_rl.models.megatron.conversion.dequantized import DequantizedFiles
 from nemo_rl.models.megatron.conversion.rules import rules_for
-from nemo_rl.models.megatron.conversion.sources import sources
+from nemo_rl.models.megatron.conversion.sources import DequantizedFiles, sources
 
 BOXES = [(slice(0, 200), slice(0, 300)), (slice(120, 140), slice(5, 250)), (slice(130, 200), slice(256, 300))]
 STACKED_BOXES = [

@@ -12,7 +12,7 @@ from rank_host import needs_megatron
 from small_models import hf_model
 from transformers import AutoConfig
 
-from nemo_rl.weight_sync.holdings import HeldWeights, ReadableWeights
+from nemo_rl.weight_sync.parts import HeldWeights, ReadableWeights
 
 pytestmark = needs_megatron
 MESHES: dict[str, dict[str, Any]] = {"dp2": {}, "tp2": {"tp": 2, "sp": True}, "pp2": {"pp": 2}, "ep2": {"ep": 2}}
@@ -27,9 +27,9 @@ def _on_meshes(rank: int, world_size: int, folder: Path, family: str) -> dict[st
 
 
 def _on_mesh(folder: Path, sizes: dict[str, Any]) -> dict[str, Any]:
-    from nemo_rl.models.megatron.build import build_chunks
-    from nemo_rl.models.megatron.conversion.exporter import held_hf_weights
+    from nemo_rl.models.megatron.conversion.holdings import held_hf_weights
     from nemo_rl.models.megatron.conversion.importer import load_huggingface
+    from nemo_rl.models.megatron.model.build import build_chunks
 
     config = AutoConfig.from_pretrained(folder)
     chunks = list(build_chunks(config, start_groups(**sizes), precision=torch.float32, device=CPU))

@@ -161,7 +161,7 @@ class Policy:
 
     def shares(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's part of some values, by `<layer>.lora_A` and `<layer>.lora_B`."""
-        from nemo_rl.models.megatron.lora.modules import adapted_modules
+        from nemo_rl.models.megatron.lora import adapted_modules
 
         wholes = {part: self.whole(values, part) for part in _PARAMETERS}
         return {
@@ -171,7 +171,7 @@ class Policy:
         }
 
     def parameters(self) -> dict[str, Tensor]:
-        from nemo_rl.models.megatron.lora.modules import adapted_modules
+        from nemo_rl.models.megatron.lora import adapted_modules
 
         return {
             f"{name}.{part}": getattr(module, part)

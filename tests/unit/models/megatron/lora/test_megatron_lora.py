@@ -11,7 +11,7 @@ from rank_host import needs_megatron
 from torch import Tensor
 
 from nemo_rl.models.megatron.checkpoints import folder as checkpoint_folder
-from nemo_rl.models.megatron.checkpoints.saved_tensors import SavedTensors
+from nemo_rl.models.megatron.checkpoints.folder import SavedTensors
 from nemo_rl.utils.errors import CheckpointError, ConfigError, WeightSyncError
 
 pytestmark = [needs_megatron, pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")]
@@ -67,7 +67,7 @@ def on_two_ranks(rank: int, world: int, folder: Path, trained: dict[str, Any]) -
 def initial(folder: Path, values: dict[str, Any]) -> dict[str, Tensor]:
     """Return the initial values, whole, under the hub's names."""
     from nemo_rl.models.megatron.conversion.rules import rules_for
-    from nemo_rl.models.megatron.lora.files import _hub_adapters
+    from nemo_rl.models.megatron.lora import _hub_adapters
 
     policy = Policy("llama", folder / "llama", values)
     found = _hub_adapters(policy.backend.chunks, rules_for(policy.hf_config), policy.backend._adapted)
@@ -76,7 +76,7 @@ def initial(folder: Path, values: dict[str, Any]) -> dict[str, Tensor]:
 
 def unsummed(folder: Path, trained: Any) -> dict[str, float]:
     """Return the errors of gradients if one kind of sum is left out."""
-    from nemo_rl.models.megatron.lora import modules as lora
+    from nemo_rl.models.megatron import lora
 
     found = {}
     policy = Policy("llama", folder / "llama", SP)
@@ -158,8 +158,7 @@ def half_precision(folder: Path) -> dict[str, Any]:
 
 
 def refusals(folder: Path) -> dict[str, str]:
-    from nemo_rl.models.megatron.lora.files import check_adapter
-    from nemo_rl.models.megatron.lora.modules import check_adapters_moved
+    from nemo_rl.models.megatron.lora import check_adapter, check_adapters_moved
     from nemo_rl.models.training.interfaces import CheckpointPaths
 
     def made(**peft: Any) -> Policy:

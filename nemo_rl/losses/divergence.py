@@ -1,0 +1,198 @@
+"""Measure how far two policies are apart on the sampled tokens.
+
+Per-token estimators of the KL divergence between two policies. All functions are element-wise; the caller applies masks
+and reductions.
+
+The gradient of a divergence `E_p[k]` has two parts, because the policy also decides which tokens are sampled:
+
+    d E_p[k] = E_p[d k + k d log p]
+
+Differentiating an estimate `k` gives the first part only. Weighting it by `exp(log p - stop(log p))`, which is 1 and
+has the gradient of `log p`, adds the second, the score-function part.
+
+Measure how much the trained policy and the generation engine disagree on the sampled tokens.
+
+`policy_gradient` always reports these. Invariant: nothing here is differentiable; sums are divided by counts of the
+global batch, so parts of a batch add up; and no value is clamped: beyond the range of the number format it is infinite.
+
+Legend: `B` samples, `T` predicted positions.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from nemo_rl.config import ClippedPGLossConfig
+from nemo_rl.losses.loss_function import LossMetrics
+from nemo_rl.losses.objectives import PolicyBatch, token_weight, without_overflow
+from nemo_rl.losses.reductions import masked_max, masked_mean, masked_min, masked_sum, safe_divide
+from nemo_rl.utils.errors import ConfigError
+
+
+def k1(log_ratio: Tensor) -> Tensor:
+    """`-log r`: unbiased, high variance, may be negative; exact gradient with the weight, 0 without."""
+    return -log_ratio
+
+
+def k2(log_ratio: Tensor) -> Tensor:
+    """`(log r)^2 / 2`: biased, low variance.
+
+    Without the weight its gradient is that of the true KL. With the weight it is that of `E_p[(log r)^2] / 2`, a
+    different quantity (about twice as large; one to three times on random categoricals of nine tokens).
+    """
+    return 0.5 * log_ratio.square()
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """`r - 1 - log r`: unbiased, low variance, never negative; exact gradient with the weight, biased without."""
+    return log_ratio.expm1() - log_ratio
+
+
+KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+
+
+def calculate_kl(
+    logprobs: Tensor,
+    logprobs_reference: Tensor,
+    kl_type: str = "k3",
+    input_clamp_value: float | None = 20.0,
+    output_clamp_value: float | None = 10.0,
+    importance_sampling_weights: Tensor | None = None,
+) -> Tensor:
+    """Estimate `KL(policy || reference)` per token from tokens sampled by the policy.
+
+    With `r = p_reference / p_policy` of the sampled token (Schulman, "Approximating KL Divergence",
+    2020): k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r.
+
+    Args:
+        logprobs: Log-probabilities under the policy, any shape.
+        logprobs_reference: Log-probabilities of the same tokens under the reference, same shape.
+        kl_type: One of `k1`, `k2`, `k3`.
+        input_clamp_value: `log r` is limited to `[-value, value]`; None leaves it.
+        output_clamp_value: The weighted estimate is limited to `[-value, value]`; None leaves it.
+        importance_sampling_weights: Multiplied onto the estimate before the output clamp, same shape;
+            differentiable. `p_policy / stop(p_policy)` keeps the values and adds the score-function part of the
+            gradient (see the module docstring); `p_policy / p_behaviour` estimates the policy's KL from another
+            policy's samples, with the same gradient in expectation.
+
+    Returns:
+        KL estimate per token, same shape. Entries that a clamp limits have no gradient: where the log-ratio is limited
+        the weight keeps its value and loses its gradient.
+
+    Raises:
+        ConfigError: `kl_type` is unknown.
+    """
+    if kl_type not in KL_ESTIMATORS:
+        raise ConfigError(
+            f"loss_fn.reference_policy_kl_type={kl_type!r} is unknown; choose one of {', '.join(KL_ESTIMATORS)}."
+        )
+    log_ratio, weights = logprobs_reference - logprobs, importance_sampling_weights
+    if input_clamp_value is not None:
+        if weights is not None:
+            weights = torch.where(log_ratio.detach().abs() > input_clamp_value, weights.detach(), weights)
+        log_ratio = log_ratio.clamp(-input_clamp_value, input_clamp_value)
+    kl = KL_ESTIMATORS[kl_type](log_ratio)
+    if weights is not None:
+        kl = kl * weights
+    return kl if output_clamp_value is None else kl.clamp(-output_clamp_value, output_clamp_value)
+
+
+def kl_penalty(
+    logprobs_BT: Tensor, logprobs_reference_BT: Tensor, mask_BT: Tensor, config: ClippedPGLossConfig
+) -> Tensor:
+    """Return what the KL penalty takes from the reward of each token, `[B, T]` float64; 0 where the mask is 0.
+
+    Args:
+        logprobs_BT: log-probabilities under the policy.
+        logprobs_reference_BT: those under the reference policy.
+        mask_BT: not 0 on tokens that count; other log-probabilities may be anything.
+        config: weight, estimator and clamps.
+    """
+    kl_BT = calculate_kl(
+        torch.where(mask_BT != 0, logprobs_BT.double(), 0.0),
+        torch.where(mask_BT != 0, logprobs_reference_BT.double(), 0.0),
+        config.reference_policy_kl_type,
+        config.kl_input_clamp_value,
+        config.kl_output_clamp_value,
+    )
+    return config.reference_policy_kl_penalty * kl_BT
+
+
+_OF_SEQUENCES = tuple(f"{kind}_seq_mult_prob_error" for kind in ("max", "min", "mean"))
+MISMATCH_METRICS = frozenset(
+    (
+        *("token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error"),
+        *("sampling_importance_ratio", "is_oob_ratio"),
+        *_OF_SEQUENCES,
+        *(f"{name}_after_mask" for name in _OF_SEQUENCES),
+    )
+)
+"""Metrics that compare the policy before an update with the engine, and no other pair of policies."""
+
+
+@torch.no_grad()
+def mismatch_metrics(batch: PolicyBatch, global_valid_toks: Tensor | float, kl_type: str) -> dict[str, Tensor]:
+    """Compute metrics of train/generation mismatch; p is the policy at the start of the update, g the engine.
+
+    Args:
+        batch: One microbatch.
+        global_valid_toks: Tokens that count in the global batch.
+        kl_type: Estimator of `gen_kl_error` and `policy_kl_error`, the one of the loss's KL term.
+
+    Returns:
+        token_mult_prob_error: mean of `exp(|log p - log g|)`; 1 when both agree exactly.
+        gen_kl_error: estimate of `KL(g || p)`.
+        policy_kl_error: estimate of `KL(p || g)`, without importance weights.
+        js_divergence_error: mean of `k3(m, p)` and `k3(m, g)` with the mixture m = (p + g) / 2.
+        approx_entropy: `-mean(p_now / g * log p_now)`, the current policy's entropy estimated by
+            importance sampling, in nats per token.
+    """
+    policy_BT, engine_BT = batch.prev_logprobs_BT, batch.generation_logprobs_BT
+    current_BT = batch.logprobs_BT.detach()
+    mixture_BT = torch.logaddexp(policy_BT, engine_BT) - math.log(2)
+    js_BT = 0.5 * (_unbounded_kl(mixture_BT, policy_BT, "k3") + _unbounded_kl(mixture_BT, engine_BT, "k3"))
+    weights_BT = without_overflow(token_weight(current_BT - engine_BT, batch.mask_BT))
+    per_token = {
+        "token_mult_prob_error": (policy_BT - engine_BT).abs().exp(),
+        "gen_kl_error": _unbounded_kl(engine_BT, policy_BT, kl_type),
+        "policy_kl_error": _unbounded_kl(policy_BT, engine_BT, kl_type),
+        "js_divergence_error": js_BT,
+        "approx_entropy": -weights_BT * current_BT,
+    }
+    return {
+        name: masked_mean(values_BT, batch.mask_BT, global_normalization_factor=global_valid_toks)
+        for name, values_BT in per_token.items()
+    }
+
+
+def _unbounded_kl(logprobs_BT: Tensor, logprobs_reference_BT: Tensor, kl_type: str) -> Tensor:
+    return calculate_kl(logprobs_BT, logprobs_reference_BT, kl_type, input_clamp_value=None, output_clamp_value=None)
+
+
+def sequence_errors(policy_BT: Tensor, engine_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """Return the mean of `exp(|log p - log g|)` over the tokens of each sample that count, `[B]`; 0 without any."""
+    difference_BT = torch.where(mask_BT != 0, policy_BT - engine_BT, 0.0)
+    return masked_mean(difference_BT.abs().exp(), (mask_BT != 0).to(difference_BT.dtype), dim=-1)
+
+
+def sequence_error_metrics(errors_B: Tensor, counts_B: Tensor, num_samples: Tensor | float) -> LossMetrics:
+    """Return the largest, smallest and mean error of the samples that have a token that counts.
+
+    Args:
+        errors_B: `sequence_errors`.
+        counts_B: Non-zero for samples with a token that counts.
+        num_samples: Number of such samples in the global batch.
+    """
+    counts_B = (counts_B != 0).to(errors_B.dtype)
+    return {
+        "max_seq_mult_prob_error": masked_max(errors_B, counts_B),
+        "min_seq_mult_prob_error": masked_min(errors_B, counts_B),
+        "mean_seq_mult_prob_error": safe_divide(masked_sum(errors_B, counts_B), num_samples),
+    }
+
+
+def after_mask[ValueT](metrics: Mapping[str, ValueT]) -> dict[str, ValueT]:
+    """Rename metrics to the names that they have once samples beyond the threshold are masked."""
+    return {f"{name}_after_mask": value for name, value in metrics.items()}

@@ -1,0 +1,254 @@
+"""Losses with given targets: the next token, a teacher's distribution, the value of a state.
+
+The negative log-likelihood, the loss of supervised fine-tuning.
+
+Invariant: a token that counts and has probability 0 makes the loss infinite; no value is clamped.
+
+The loss of distillation: the divergence between a teacher's and a student's next-token distributions.
+
+`models.policy.workers.loss_inputs` prepares the student's side; the teacher's top-k logits are part of the batch.
+Invariant: both sides have the temperature that the student samples with, without top-k and top-p; all values are in
+nats, per token of the student's own answer, and divided by the tokens of the global batch.
+
+With `S` the teacher's k most likely tokens after a prefix, `q` the softmax of the teacher's logits over `S`, and `p`
+the student's softmax over the whole vocabulary:
+
+    zero_outside_topk=false   both sides are restricted to S, p_S = p / p(S)
+        forward = sum_S q (log q - log p_S)
+        reverse = sum_S p_S (log p_S - log q)
+    zero_outside_topk=true    the teacher has no mass outside S, the student may have some
+        forward = sum_S q (log q - log p)
+        reverse = sum_S p (log p - log q) + sum_outside p (log p - LOG_TEACHER_OUTSIDE)
+
+`mixed` is `w forward + (1 - w) reverse` with `w = mixed_kl_weight`. For k = V all of them are the exact divergences.
+The true reverse divergence to a teacher without mass outside `S` is infinite; the finite `LOG_TEACHER_OUTSIDE` pulls
+the student's mass strongly into `S`.
+
+Sources: forward KL, Hinton et al. 2015 (arXiv 1503.02531); reverse KL on the student's own samples, MiniLLM
+(Gu et al. 2023, arXiv 2306.08543); on-policy with either direction, GKD (Agarwal et al. 2023, arXiv 2306.13649).
+
+The squared error of a critic, with limited steps.
+
+Invariant: a value outside of the mask influences neither loss nor gradient.
+
+Legend: `B` samples, `T` predicted positions, `k` teacher tokens.
+
+Legend: `B` samples, `T` predicted positions.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_rl.config import DistillationLossConfig, MseValueLossConfig
+from nemo_rl.losses.loss_function import LossData, LossInputType, LossMetrics, LossType
+from nemo_rl.losses.reductions import masked_max, masked_mean, masked_min, masked_sum, safe_divide
+
+
+class NLLLossFn:
+    """Mean negative log-likelihood over all tokens that count in the global batch."""
+
+    loss_type = LossType.TOKEN_LEVEL
+    input_type = LossInputType.LOGPROB
+    rows_per_unit = 1
+    needs_reference = False
+
+    def __call__(
+        self,
+        next_token_logprobs: Tensor,
+        data: LossData,
+        global_valid_seqs: Tensor | float,
+        global_valid_toks: Tensor | float,
+    ) -> tuple[Tensor, LossMetrics]:
+        """Compute `-sum(mask * log p) / global_valid_toks`.
+
+        Args:
+            next_token_logprobs: `[B, T-1]`, log-probabilities of tokens 1..T-1.
+            data: Holds `token_mask [B, T]` and `sample_mask [B]`.
+            global_valid_seqs: Unused; part of the call of every loss.
+            global_valid_toks: Tokens that count in the whole global batch.
+
+        Returns:
+            Scalar loss, and `loss`, `num_unmasked_tokens`, `num_valid_samples`.
+        """
+        sample_mask_B = data["sample_mask"].to(next_token_logprobs.dtype)
+        mask_BT = data["token_mask"][:, 1:].to(next_token_logprobs.dtype) * sample_mask_B[:, None]
+        loss = safe_divide(-masked_sum(next_token_logprobs, mask_BT), global_valid_toks)
+        metrics: LossMetrics = {
+            "loss": loss.detach(),
+            "num_unmasked_tokens": mask_BT.sum(),
+            "num_valid_samples": sample_mask_B.sum(),
+        }
+        return loss, metrics
+
+
+LOG_TEACHER_OUTSIDE = -100.0
+"""Log-probability in nats that the teacher is taken to give each token outside of its top-k."""
+
+
+class DistillationLossFn:
+    """Mean divergence over all tokens that count in the global batch; see the module docstring."""
+
+    loss_type = LossType.TOKEN_LEVEL
+    input_type = LossInputType.DISTILLATION
+    rows_per_unit = 1
+    needs_reference = False
+
+    def __init__(self, cfg: DistillationLossConfig | Mapping[str, Any]) -> None:
+        cfg = DistillationLossConfig.of(cfg)
+        self.cfg = cfg
+        weights = {"forward": 1.0, "reverse": 0.0, "mixed": cfg.mixed_kl_weight}
+        self._forward_weight = weights[cfg.kl_type]
+
+    def __call__(
+        self,
+        student_topk_logprobs: Tensor,
+        teacher_topk_logprobs: Tensor,
+        H_all: Tensor | None,
+        data: LossData,
+        global_valid_seqs: Tensor | float,
+        global_valid_toks: Tensor | float,
+    ) -> tuple[Tensor, LossMetrics]:
+        """Compute `sum(mask * divergence) / global_valid_toks`.
+
+        Args:
+            student_topk_logprobs: `[B, T, k]`, the student's log-probabilities of the teacher's top-k tokens,
+                normalised over the whole vocabulary. Without `zero_outside_topk` they may also be normalised
+                over the k tokens, or not at all.
+            teacher_topk_logprobs: `[B, T, k]`, the teacher's, up to a constant per position.
+            H_all: `[B, T]`, `sum p log p` of the student over the whole vocabulary, the negative of its entropy;
+                needed for the reverse direction with `zero_outside_topk`.
+            data: Holds `token_mask [B, T + 1]` and `sample_mask [B]`.
+            global_valid_seqs: Unused; part of the call of every loss.
+            global_valid_toks: Tokens that count in the whole global batch.
+
+        Returns:
+            Scalar loss, and `loss`, `forward_kl`, `reverse_kl`, `student_topk_mass`, `student_entropy` (the last
+            three where the inputs allow), `num_unmasked_tokens`, and `num_valid_samples`: all samples with an
+            answer, also those with `sample_mask` 0, as in NeMo RL.
+
+        Raises:
+            ValueError: `H_all` is needed and missing.
+        """
+        sample_mask_B = data["sample_mask"].to(student_topk_logprobs.dtype)
+        mask_BT = data["token_mask"][:, 1:].to(student_topk_logprobs.dtype) * sample_mask_B[:, None]
+        forward_BT, reverse_BT = self._divergences(student_topk_logprobs, teacher_topk_logprobs, H_all)
+
+        def mean(values_BT: Tensor) -> Tensor:
+            return masked_mean(values_BT, mask_BT, global_normalization_factor=global_valid_toks)
+
+        weight = self._forward_weight
+        if reverse_BT is None:
+            if weight < 1:
+                raise ValueError("DistillationLossFn: zero_outside_topk with a reverse part needs H_all; got None.")
+            loss = mean(forward_BT)
+        else:
+            loss = mean(weight * forward_BT + (1 - weight) * reverse_BT)
+        metrics: LossMetrics = {
+            "loss": loss.detach(),
+            "forward_kl": mean(forward_BT.detach()),
+            "student_topk_mass": mean(student_topk_logprobs.detach().exp().sum(-1)),
+            "num_unmasked_tokens": mask_BT.sum(),
+            "num_valid_samples": (data["token_mask"][:, 1:] != 0).any(-1).sum(),
+        }
+        if reverse_BT is not None:
+            metrics["reverse_kl"] = mean(reverse_BT.detach())
+        if H_all is not None:
+            metrics["student_entropy"] = mean(-H_all.detach())
+        return loss, metrics
+
+    def _divergences(
+        self, student_BTk: Tensor, teacher_BTk: Tensor, H_all_BT: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return forward and reverse divergence at each position; None for a reverse one that lacks `H_all`."""
+        log_q_BTk = torch.log_softmax(teacher_BTk.to(student_BTk.dtype), dim=-1)
+        log_p_BTk = student_BTk if self.cfg.zero_outside_topk else torch.log_softmax(student_BTk, dim=-1)
+        p_BTk = log_p_BTk.exp()
+        forward_BT = (log_q_BTk.exp() * (log_q_BTk - log_p_BTk)).sum(-1)
+        if not self.cfg.zero_outside_topk:
+            return forward_BT, (p_BTk * (log_p_BTk - log_q_BTk)).sum(-1)
+        if H_all_BT is None:
+            return forward_BT, None
+        # H_all covers all of V, so tokens outside S need no separate terms.
+        cross_BT = (p_BTk * log_q_BTk).sum(-1) + (1 - p_BTk.sum(-1)) * LOG_TEACHER_OUTSIDE
+        return forward_BT, H_all_BT - cross_BT
+
+
+class MseValueLossFn:
+    """The mean over tokens of the squared difference between values and returns.
+
+    With the value V, the one before the updates of the step V_old, and the return R of a token:
+
+        scale * 1/2 * max((V - R)^2, (clip(V, V_old - cliprange, V_old + cliprange) - R)^2)
+
+    Without `cliprange` it is `scale * 1/2 * (V - R)^2`. The larger of the two squares keeps the gradient of a value
+    that has moved away from its return; one that has moved towards it by more than `cliprange` has no gradient.
+
+    Args:
+        cfg: the section `value_loss_fn`; a dict is checked and filled in.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    loss_type = LossType.TOKEN_LEVEL
+    input_type = LossInputType.VALUE
+    needs_reference = False
+    rows_per_unit = 1
+
+    def __init__(self, cfg: MseValueLossConfig | Mapping[str, Any]) -> None:
+        self.cfg = MseValueLossConfig.of(cfg)
+
+    def __call__(
+        self,
+        values: Tensor,
+        data: LossData,
+        global_valid_seqs: Tensor | float,
+        global_valid_toks: Tensor | float,
+    ) -> tuple[Tensor, LossMetrics]:
+        """Compute loss and metrics of one microbatch.
+
+        Args:
+            values: `[B, T-1]`, values of the states before tokens 1..T-1.
+            data: `values`, those before the updates of the step, `returns` and `token_mask` `[B, T]`, and
+                `sample_mask [B]`.
+            global_valid_seqs: Unused; part of the call of every loss.
+            global_valid_toks: Tokens that count in the global batch.
+
+        Returns:
+            Scalar loss; `loss`, `vf_clipfrac` (share of the tokens without a gradient because of the limit),
+            `values_mean`, `values_min` and `values_max` of the current values, `num_valid_samples`.
+        """
+        mask_B = data["sample_mask"].to(values.dtype)
+        mask_BT = data["token_mask"][:, 1:].to(values.dtype) * mask_B[:, None]
+        values_BT, returns_BT, old_BT = (
+            torch.where(mask_BT != 0, each_BT, 0.0)
+            for each_BT in (values, _shifted(data["returns"], values), _shifted(data["values"], values))
+        )
+        error_BT = (values_BT - returns_BT).square()
+        worst_BT = error_BT
+        if self.cfg.cliprange is not None:
+            # Bounds of the value, not of its change: a value within them stays as it is, bit for bit.
+            limited_BT = values_BT.clamp(old_BT - self.cfg.cliprange, old_BT + self.cfg.cliprange)
+            worst_BT = torch.maximum(error_BT, (limited_BT - returns_BT).square())
+
+        def mean(each_BT: Tensor) -> Tensor:
+            return masked_mean(each_BT, mask_BT, None, global_valid_toks)
+
+        loss = self.cfg.scale * 0.5 * mean(worst_BT)
+        current_BT = values_BT.detach()
+        return loss, {
+            "loss": loss.detach(),
+            "vf_clipfrac": mean((worst_BT > error_BT).to(values.dtype)),
+            "values_mean": mean(current_BT),
+            "values_min": masked_min(current_BT, mask_BT),
+            "values_max": masked_max(current_BT, mask_BT),
+            "num_valid_samples": mask_B.sum(),
+        }
+
+
+def _shifted(each_BT: Tensor, like: Tensor) -> Tensor:
+    """Return the entries of tokens 1..T-1, in the number format of the values."""
+    return each_BT[:, 1:].to(like.dtype)

@@ -1,0 +1,416 @@
+"""The attention function for training, which serves padded rows, packed rows and rows divided over ranks.
+
+The attention function that transformers calls, registered under `VARLEN_ATTENTION`.
+
+Invariant: token i of a sequence attends to tokens j <= i of the same sequence, within the layer's sliding window, and
+to nothing else; unsupported arguments are refused, not approximated. A layer's window is read from its mask, as in the
+attention functions of transformers, because not every architecture passes it as a separate argument.
+
+Keyword arguments of the model's forward say which tokens belong together: `cu_seq_lens_q` for packed rows
+(`models.training.inputs`), or `divided_row` for rows that several ranks share.
+
+Check on the model itself that the registered attention gives the same outputs as the model's own attention. Two
+sequences are scored padded by the model's own attention and then in the layout of training: packed, padded, or divided.
+This finds masks that hold more than causality and windows, and interactions of tokens outside attention: state-space or
+convolution layers, masks built inside the model, positions not taken from `position_ids`. Invariant: the attention used
+in training has passed the check; windows are shortened for it, so that the few tokens of the check reach beyond them.
+
+Choose the attention function from the policy section and from what the architecture supports.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.modeling_utils import PreTrainedModel
+
+from nemo_rl.config import PolicyConfig
+from nemo_rl.data.common_prefixes import Prefixes
+from nemo_rl.models.attention.kernels import attend
+from nemo_rl.models.attention.plan import AttentionPlan, PackedRow, Piece, Scoring, plan_of_row
+from nemo_rl.models.huggingface.load import WITHOUT_PACKING
+from nemo_rl.models.training.inputs import packed_model_inputs
+from nemo_rl.models.training.shared_prefixes import share_prefixes
+from nemo_rl.utils.errors import ConfigError
+
+VARLEN_ATTENTION = "nemo_rl_varlen"
+_REFUSED_ARGUMENTS = ("position_bias", "head_mask")
+
+
+class DividedRow(Protocol):
+    """A row whose tokens are on other ranks, or in another order, than attention needs."""
+
+    plan: AttentionPlan
+    """The pieces, in positions of the tensors that `enter` returns."""
+
+    def enter(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Move `[b, H, t, D]` to the ranks and the order of the plan."""
+
+    def leave(self, out: Tensor) -> Tensor:
+        """Move the output `[b, H, T, D]` back to the ranks and the order of the queries."""
+
+    def heads_of(self, per_head: Tensor) -> Tensor:
+        """Select the entries of a per-head tensor `[H]` for the heads that `enter` returns."""
+
+
+def varlen_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    divided_row: DividedRow | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Compute causal attention inside each segment of a packed row, or inside each row if not packed.
+
+    The signature is the one with which transformers calls attention functions.
+
+    Args:
+        module: the attention layer.
+        query: `[b, H, T, D]`; b is 1 for packed rows.
+        key: `[b, H_kv, T, D]`.
+        value: `[b, H_kv, T, D_v]`.
+        attention_mask: result of `_window_mask`: the layer's window, 0-d int64, or None; segment boundaries come
+            from `cu_seq_lens_q` or `divided_row`.
+        dropout: attention dropout probability.
+        scaling: factor on the scores; None means `D ** -0.5`.
+        softcap: bound of the scores; see `Scoring`.
+        s_aux: `[H]` attention sinks; see `Scoring`.
+        cu_seq_lens_q: `[S + 1]` int32 segment boundaries in the packed row; None for plain rows.
+        max_length_q: length of the longest segment.
+        divided_row: moves the tokens of a row that ranks divide, and holds its segments.
+        **kwargs: other arguments of the model; arguments that change the scores are refused.
+
+    Returns:
+        `([b, T, H, D_v] output, None)`.
+
+    Raises:
+        ConfigError: the layer passes an argument that this attention does not support.
+    """
+    _refuse_unsupported(module, attention_mask, kwargs)
+    window = None if attention_mask is None else int(attention_mask)
+    scoring = Scoring(scaling, window, softcap, s_aux, dropout)
+    if divided_row is not None:
+        if s_aux is not None:
+            scoring = replace(scoring, sinks=divided_row.heads_of(s_aux))
+        out = attend(*divided_row.enter(query, key, value), divided_row.plan, scoring)
+        out = divided_row.leave(out)
+    elif cu_seq_lens_q is not None:
+        out = attend(query, key, value, PackedRow(cu_seq_lens_q, max_length_q), scoring)
+    else:
+        out = attend(query, key, value, plan_of_row(query.shape[2]), scoring)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _refuse_unsupported(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:
+    given = [name for name in _REFUSED_ARGUMENTS if kwargs.get(name) is not None]
+    if attention_mask is not None and attention_mask.dim() > 0:
+        given.append("a mask of its own")
+    if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
+        given.append("is_causal=False")
+    if given:
+        raise ConfigError(
+            f"{type(module).__name__} asks its attention for {', '.join(given)}, which causal attention within "
+            "sequences cannot honour."
+        )
+
+
+def _window_mask(*, local_size: int | None = None, **kwargs: Any) -> Tensor | None:
+    """Return the window of a layer's mask; the mask function registered with `varlen_attention`.
+
+    Args:
+        local_size: the window, in tokens; None for full attention.
+        **kwargs: sizes of the batch and the mask as a function, which transformers also passes; ignored.
+    """
+    return None if local_size is None else torch.tensor(local_size)
+
+
+def register_varlen_attention() -> str:
+    """Register the implementation with transformers; return its name for `attn_implementation`."""
+    AttentionInterface.register(VARLEN_ATTENTION, varlen_attention)
+    AttentionMaskInterface.register(VARLEN_ATTENTION, _window_mask)
+    return VARLEN_ATTENTION
+
+
+logger = logging.getLogger(__name__)
+
+Forward = Callable[[PreTrainedModel, dict[str, Any]], Tensor]
+"""Maps a model and its inputs to the `[b, T, ...]` outputs that are compared."""
+
+_LENGTHS = (11, 9)
+_ALIKE = 5
+"""Number of tokens at the start that both sequences share."""
+_STRIDE = 7
+_WINDOW = 4
+_WITHOUT_DIVISION = "Set policy.dtensor_cfg.context_parallel_size=1 for this model."
+
+
+def logits(model: PreTrainedModel, model_inputs: dict[str, Any]) -> Tensor:
+    """Return the `[b, T, V]` logits of a language model."""
+    return model(**model_inputs, use_cache=False).logits
+
+
+def use_registered_attention(
+    model: PreTrainedModel, *, packed: bool, divided: bool, forward: Forward = logits
+) -> PreTrainedModel:
+    """Set the registered attention on a model; keep the model's own if outputs differ and nothing needs the other.
+
+    Args:
+        model: the unsharded model with its real weights.
+        packed: sequences are packed into rows.
+        divided: context-parallel ranks divide rows.
+        forward: returns the outputs to compare; logits by default.
+
+    Raises:
+        ConfigError: packing or division needs the registered attention, and the outputs differ with it.
+    """
+    own = model.config._attn_implementation
+    try:
+        if not model._can_set_attn_implementation():
+            raise ConfigError(f"{type(model).__name__} computes its attention in its own code.")
+        model.set_attn_implementation(register_varlen_attention())
+        if packed:
+            verify_packing(model, forward)
+        if divided:
+            verify_division(model, forward)
+        if not (packed or divided):
+            _verify(model, forward, "padded", _plain)
+    except ConfigError as error:
+        if packed or divided:
+            raise
+        if own == VARLEN_ATTENTION:  # loaded with it
+            own = "eager"
+        model.set_attn_implementation(own)
+        logger.info("%s keeps its own attention (%s): %s", type(model).__name__, own, error)
+    return model
+
+
+def verify_packing(model: PreTrainedModel, forward: Forward = logits) -> None:
+    """Check that packed sequences score like padded sequences in the model's own attention.
+
+    Args:
+        model: the unsharded model, with `attn_implementation=VARLEN_ATTENTION`.
+        forward: returns the outputs to compare; logits by default.
+
+    Raises:
+        ConfigError: the packed outputs differ, or the model's forward does not accept the arguments.
+    """
+    _verify(model, forward, "packed", _packed, WITHOUT_PACKING)
+
+
+def verify_division(model: PreTrainedModel, forward: Forward = logits) -> None:
+    """Check that tokens interact in attention only: given positions, their order in the row does not matter.
+
+    Context parallelism needs this, because each rank holds only some of the tokens.
+
+    Args:
+        model: the unsharded model, with `attn_implementation=VARLEN_ATTENTION`.
+        forward: returns the outputs to compare; logits by default.
+
+    Raises:
+        ConfigError: the outputs differ, or the model's forward does not accept the arguments.
+    """
+    _verify(model, forward, "divided", _shuffled, _WITHOUT_DIVISION)
+
+
+def verify_shared_prompts(model: PreTrainedModel, forward: Forward = logits) -> None:
+    """Check that packed sequences with one copy of their prompt score like padded sequences.
+
+    Args:
+        model: the unsharded model, with `attn_implementation=VARLEN_ATTENTION`.
+        forward: returns the outputs to compare; logits by default.
+
+    Raises:
+        ConfigError: the outputs differ, or the model's forward does not accept the arguments.
+    """
+    _verify(model, forward, "shared", _shared)
+
+
+type _LayOut = Callable[[list[Tensor]], tuple[dict[str, Any], Callable[[Tensor], Tensor]]]
+"""Maps segments to a model's arguments and to a function that puts its outputs into the order of the tokens."""
+
+
+@torch.no_grad()
+def _verify(model: PreTrainedModel, forward: Forward, layout: str, lay_out: _LayOut, way_out: str = "") -> None:
+    name = type(model).__name__
+    if getattr(model.config.get_text_config(), "attention_chunk_size", None) is not None:
+        raise ConfigError(f"{name} uses chunked attention, which the registered attention does not know. {way_out}")
+    device = next(model.parameters()).device
+    tokens = (torch.arange(sum(_LENGTHS), device=device) * 7 + 3) % model.config.get_text_config().vocab_size
+    tokens[_LENGTHS[0] :][:_ALIKE] = tokens[:_ALIKE]
+    segments = list(tokens.split(_LENGTHS))
+    was_training = model.training
+    model.eval()
+    try:
+        with _short_windows(model):
+            model_inputs, in_order = lay_out(segments)
+            ours = in_order(forward(model, model_inputs))
+            model.set_attn_implementation("eager")
+            own = _rows_of(forward(model, _padded(segments)))
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error} {way_out}") from error
+    except (TypeError, AttributeError, IndexError, KeyError) as error:
+        raise ConfigError(f"{name} does not take {layout} inputs ({error!r}). {way_out}") from error
+    finally:
+        model.set_attn_implementation(VARLEN_ATTENTION)
+        model.train(was_training)
+    worst = (ours - own).abs().max().item()
+    allowed = (1e-4 if ours.dtype == torch.float32 else 3e-2) * own.abs().max().item()
+    if not worst <= allowed:
+        raise ConfigError(
+            f"{name}: outputs for {layout} sequences differ from those of the same sequences padded, in the model's "
+            f"own attention, by {worst:.2e} (allowed {allowed:.2e}): this architecture mixes {layout} sequences "
+            f"outside attention, or masks it in a way that the registered one does not. {way_out}"
+        )
+
+
+def _padded(segments: list[Tensor]) -> dict[str, Any]:
+    return {"input_ids": nn.utils.rnn.pad_sequence(segments, batch_first=True)}
+
+
+def _rows_of(output: Tensor) -> Tensor:
+    """Concatenate padded rows without their padding to `[N, ...]`."""
+    return torch.cat([row[:length] for row, length in zip(output, _LENGTHS, strict=True)])
+
+
+def _plain(segments: list[Tensor]) -> tuple[dict[str, Any], Callable[[Tensor], Tensor]]:
+    return _padded(segments), _rows_of
+
+
+def _packed(segments: list[Tensor]) -> tuple[dict[str, Any], Callable[[Tensor], Tensor]]:
+    return packed_model_inputs(segments), lambda output: output[0]
+
+
+def _shuffled(segments: list[Tensor]) -> tuple[dict[str, Any], Callable[[Tensor], Tensor]]:
+    """Lay out one packed row in an order in which no two neighbouring tokens stay next to each other."""
+    packed = packed_model_inputs(segments)
+    order = torch.arange(sum(_LENGTHS), device=segments[0].device) * _STRIDE % sum(_LENGTHS)
+    row = _Shuffled(order)
+    shuffled = {key: packed[key][:, order] for key in ("input_ids", "position_ids")}
+    return shuffled | {"divided_row": row}, lambda output: output[0][row.places]
+
+
+def _shared(segments: list[Tensor]) -> tuple[dict[str, Any], Callable[[Tensor], Tensor]]:
+    ids = nn.utils.rnn.pad_sequence(segments, batch_first=True)
+    layout = share_prefixes(ids.cpu(), _LENGTHS, Prefixes([0, 1], [0, _ALIKE]), round_to=1)
+    model_inputs = {k: v.to(ids.device) if isinstance(v, Tensor) else v for k, v in layout.model_inputs.items()}
+    rows = torch.arange(2).repeat_interleave(torch.tensor(_LENGTHS))
+    columns = torch.cat([torch.arange(length) for length in _LENGTHS])
+    places = layout.places(rows, columns).to(ids.device)
+    return model_inputs, lambda output: output[0][places]
+
+
+class _Shuffled:
+    """The `DividedRow` of `_shuffled`."""
+
+    def __init__(self, order: Tensor) -> None:
+        first, total = _LENGTHS[0], sum(_LENGTHS)
+        self.plan = AttentionPlan([Piece(0, first, 0, first), Piece(first, total, first, total)])
+        self.places = order.argsort()
+        self._order = order
+
+    def enter(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return query[:, :, self.places], key[:, :, self.places], value[:, :, self.places]
+
+    def leave(self, out: Tensor) -> Tensor:
+        return out[:, :, self._order]
+
+    def heads_of(self, per_head: Tensor) -> Tensor:
+        return per_head
+
+
+@contextmanager
+def _short_windows(model: PreTrainedModel) -> Iterator[None]:
+    """Run a block with all sliding windows shortened to a few tokens, in configurations and in layers."""
+    configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    owners: list[Any] = [*model.modules(), *{id(config): config for config in configs}.values()]
+    windows = [(owner, owner.sliding_window) for owner in owners if getattr(owner, "sliding_window", None)]
+    for owner, _ in windows:
+        owner.sliding_window = _WINDOW
+    try:
+        yield
+    finally:
+        for owner, window in windows:
+            owner.sliding_window = window
+
+
+def attention_to_load(config: PolicyConfig) -> str | None:
+    """Return the `attn_implementation` to load a model with; None lets the architecture choose.
+
+    Packed rows need the registered attention. So do models that see only a part of each row, because transformers
+    makes its masks from the tokens that the model sees.
+    """
+    registered = register_varlen_attention()  # always: one rank may choose it later, in `choose_attention`
+    asked = config.dtensor_cfg
+    partial_rows = asked.context_parallel_size > 1 or asked.sequence_parallel
+    return registered if config.sequence_packing.enabled or partial_rows else None
+
+
+def choose_attention(probe_model: PreTrainedModel, config: PolicyConfig, forward: Forward = logits) -> str:
+    """Test which attention an architecture can use: the registered one if it does not change the outputs.
+
+    Args:
+        probe_model: an unsharded model of the architecture, with weights.
+        config: the policy section.
+        forward: returns the outputs to compare.
+
+    Raises:
+        ConfigError: the registered attention is needed, and the architecture's outputs differ with it.
+    """
+    asked = config.dtensor_cfg
+    packed, divided = config.sequence_packing.enabled, asked.context_parallel_size > 1
+    use_registered_attention(probe_model, packed=packed, divided=divided, forward=forward)
+    chosen: str = probe_model.config._attn_implementation
+    if asked.sequence_parallel and chosen != VARLEN_ATTENTION:
+        raise ConfigError(
+            f"{type(probe_model).__name__} masks its attention in its own way, which it cannot do from a part of each "
+            "row. Set policy.dtensor_cfg.sequence_parallel=false for this model."
+        )
+    return chosen
+
+
+def can_share_prompts(probe_model: PreTrainedModel, config: PolicyConfig, forward: Forward = logits) -> bool:
+    """Return whether packed rows may hold one copy of the tokens that they begin with.
+
+    False if that is not configured, or if context or pipeline parallelism divides the tokens or the model.
+
+    Args:
+        probe_model: the model, after `choose_attention`.
+        config: the policy section.
+        forward: returns the outputs to compare.
+    """
+    packing, section = config.sequence_packing, config.dtensor_cfg
+    divided = section.context_parallel_size > 1 or section.pipeline_parallel_size > 1
+    if divided or not (packing.enabled and packing.share_prompts):
+        return False
+    try:
+        verify_shared_prompts(probe_model, forward)
+    except ConfigError as error:
+        logger.info("Prompts are not shared: %s", error)
+        return False
+    return True
+
+
+__all__ = [
+    "VARLEN_ATTENTION",
+    "attention_to_load",
+    "can_share_prompts",
+    "choose_attention",
+    "register_varlen_attention",
+    "use_registered_attention",
+    "varlen_attention",
+    "verify_division",
+    "verify_packing",
+]

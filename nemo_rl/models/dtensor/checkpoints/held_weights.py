@@ -1,0 +1,134 @@
+"""Describe and read the blocks of the weights that this rank holds, as tensors of a hub checkpoint.
+
+Nothing is gathered: FSDP, tensor and expert parallelism each leave a rank a block of a weight, and a hub tensor is a
+block of a weight too (an expert of a fused weight, gate or up). Only a weight whose conversion needs several weights or
+moves single elements is gathered on the ranks of its mesh.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from transformers.modeling_utils import PreTrainedModel
+
+from nemo_rl.distributed.ranks.placements import held_here, whole
+from nemo_rl.models.dtensor.checkpoints.model_files import weights_by_name
+from nemo_rl.models.dtensor.pipeline.stages import stage_of, without_copies
+from nemo_rl.models.huggingface.checkpoint_names import Group, Result, groups_in_checkpoint
+from nemo_rl.models.huggingface.load import stays_float32
+from nemo_rl.models.training.low_rank import ADAPTER_PARAMETERS
+from nemo_rl.weight_sync.parts import Held, Part, Readable, block_of, dtype_name
+from nemo_rl.weight_sync.parts import whole as whole_part
+
+Value = Callable[[str], Tensor]
+"""Returns the weight of a name as it is exported; collective over the ranks that divide it."""
+
+
+Results = dict[str, dict[str, Result] | None]
+"""`Group.results` by target, which take a second for thousands of experts, kept from one stream to the next."""
+
+
+def held_weights(hf: PreTrainedModel, value: Value, dtype: torch.dtype | None, results: Results) -> Iterator[Readable]:
+    """Yield every weight and persistent buffer of this rank, tied ones once.
+
+    Args:
+        hf: the model, or the stage of it.
+        value: see `Value`.
+        dtype: dtype in which floating-point tensors are exported, but for those that stay float32
+            (`huggingface.full_precision`); None: their own.
+        results: the same object for every stream of a model, empty at first; filled here.
+    """
+    named = {
+        name: tensor
+        for name, tensor in without_copies(hf, weights_by_name(hf).items())
+        if not name.endswith(ADAPTER_PARAMETERS)
+    }
+    stage = stage_of(hf)
+    number = 0 if stage is None else stage.place.number
+    stays = stays_float32(hf, dtype)
+    group_of = {name: group for group in groups_in_checkpoint(hf) for name in group.sources}
+    seen: dict[str, list[str]] = {}
+    position = 0
+    for name, tensor in named.items():
+        group = group_of[name]
+        arrived = seen.setdefault(group.target, [])
+        arrived.append(name)
+        if len(arrived) < len(group.sources):
+            continue
+        sources = {source: named[source] for source in group.sources}
+        keeps = dtype is None or not tensor.is_floating_point() or any(map(stays, sources))
+        exported = dtype_name(tensor.dtype if keeps or dtype is None else dtype)
+        if group.target not in results:
+            results[group.target] = group.results(hf, {source: each.shape for source, each in sources.items()})
+        found, order = results[group.target], (number, position)
+        if found is None:
+            yield from _converted_whole(hf, group, list(sources), value, order, exported)
+        else:
+            yield from _blocks(found, name, tensor, value, order, exported)
+        position += 1
+    missing = [target for target, names in seen.items() if len(names) < len(group_of[names[0]].sources)]
+    assert not missing, f"weights that are stored together did not all come: {missing}"
+
+
+def _blocks(
+    results: Mapping[str, Result], name: str, tensor: Tensor, value: Value, order: tuple[int, int], dtype: str
+) -> Iterator[Readable]:
+    """Yield the hub tensors that are blocks of a weight and of which this rank holds something.
+
+    A rank that holds nothing of the weight yields them without blocks, because reading them may be collective.
+    """
+    place = block_of(tensor)
+    empty = torch.empty(place.shape, device="meta")
+    parts = {target: result.of(place, empty) for target, result in results.items()}
+    mine = {target for target, part in parts.items() if part is not None or not place.numel}
+    once = _Once(value, name, len(mine))
+    for number, target in enumerate(results):
+        if target in mine:
+            part, result = parts[target], results[target]
+            blocks = () if part is None else (part[0],)
+            described = Held(target, dtype, result.shape, (*order, number), blocks)
+            yield Readable(described, partial(_read, result, place, once))
+
+
+class _Once:
+    """Reads a weight once for all hub tensors that are blocks of it, and keeps it until the last of them is read."""
+
+    def __init__(self, value: Value, name: str, uses: int) -> None:
+        self._value, self._name, self._uses = value, name, uses
+        self._left = 0
+        self._tensor = torch.empty(0)
+
+    def __call__(self) -> Tensor:
+        """Return this rank's block of the weight."""
+        if self._left == 0:
+            self._tensor, self._left = held_here(self._value(self._name)), self._uses
+        self._left -= 1
+        tensor = self._tensor
+        if self._left == 0:
+            self._tensor = torch.empty(0)
+        return tensor
+
+
+def _read(result: Result, place: Part, once: _Once) -> list[Tensor]:
+    held = result.of(place, once())
+    return [] if held is None else [held[1]]
+
+
+def _converted_whole(
+    hf: PreTrainedModel, group: Group, names: Sequence[str], value: Value, order: tuple[int, int], dtype: str
+) -> Iterator[Readable]:
+    """Yield the results of a conversion that needs whole weights; the ranks that divide them gather them."""
+    weights = weights_by_name(hf)
+    empty = {name: torch.empty(weights[name].shape, device="meta") for name in names}
+    results: dict[str, Tensor] = {}
+
+    def read(target: str) -> list[Tensor]:
+        if not results:
+            results.update(group.convert(hf, {name: whole(value(name)) for name in names}))
+        return [results.pop(target)]
+
+    for number, (target, tensor) in enumerate(group.convert(hf, empty).items()):
+        shape = tuple(tensor.shape)
+        described = Held(target, dtype, shape, (*order, number), (whole_part(shape),))
+        yield Readable(described, partial(read, target))

@@ -1,0 +1,156 @@
+"""Merge a LoRA adapter and its base model into one folder for `transformers` and vLLM, and verify the result.
+
+For adapters without merged weights, saved by this library or by PEFT (`training_backend` exports the merged weights of
+a checkpoint). Invariant: weights are merged in float32, `W + (alpha / r) B A`; `verify_merged` compares the folder
+with the base model and the unmerged adapter.
+"""
+
+import json
+import logging
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_utils import PreTrainedModel
+
+from nemo_rl.config import find_path
+from nemo_rl.host.waiting_log import StillWaiting
+from nemo_rl.models.dtensor.lora import attach_adapter, merge_adapters, read_adapter_config
+from nemo_rl.models.dtensor.training_backend import DTensorTraining
+from nemo_rl.models.huggingface.comparison import ExportCheck, compare_models
+from nemo_rl.models.huggingface.folders import ADAPTER_FOLDER, CONFIG_FILE, MODEL_FOLDER, require_empty
+from nemo_rl.models.huggingface.load import load_causal_lm, torch_dtype
+from nemo_rl.models.huggingface.tensor_files import model_folder
+from nemo_rl.utils.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+MERGE_TOLERANCE = 1e-4
+"""Like `comparison.VERIFY_TOLERANCE`, for two computations that sum in different orders."""
+
+
+@dataclass(frozen=True)
+class AdapterSource:
+    """An adapter with its base model and its tokenizer."""
+
+    folder: Path
+    """Folder with adapter_config.json and adapter_model.safetensors."""
+    base: str
+    """Hugging Face id or folder of the model that the adapter was trained on."""
+    tokenizer: str
+    """Hugging Face id or folder of the tokenizer."""
+
+
+def find_adapter(path: str | Path) -> Path:
+    """Return the folder of an adapter, given that folder or a folder above it.
+
+    Args:
+        path: a step folder, its `policy` or `policy/weights`, or the adapter's folder.
+
+    Raises:
+        CheckpointError: none of these holds an adapter.
+    """
+    given = Path(path).expanduser()
+    folders = (given, *(given / above / ADAPTER_FOLDER for above in ("", "weights", "policy/weights")))
+    for folder in folders:
+        if (folder / CONFIG_FILE).exists():
+            return folder
+    raise CheckpointError(
+        f"{str(given)!r} holds no LoRA adapter: neither it nor its policy/weights/{ADAPTER_FOLDER} has a "
+        f"{CONFIG_FILE}. Give a step folder of a run with policy.dtensor_cfg.lora_cfg.enabled=true, or a folder "
+        "saved by PEFT."
+    )
+
+
+def adapter_source(adapter: str | Path, base: str | None = None, model_name: str | None = None) -> AdapterSource:
+    """Find the adapter, its base and its tokenizer.
+
+    Args:
+        adapter: as for `find_adapter`.
+        base: model folder or id, or a checkpoint of full training; None takes `model_name`, or if that is None the
+            base that the adapter names.
+        model_name: model whose tokenizer is used; None takes the tokenizer of the base.
+
+    Raises:
+        CheckpointError: there is no adapter, or a checkpoint given as base holds no weights.
+    """
+    folder = find_adapter(adapter)
+    named = base or model_name or read_adapter_config(folder).get("base_model_name_or_path")
+    if not named:
+        raise CheckpointError(f"{folder / CONFIG_FILE} names no base model. Name it with --base-ckpt.")
+    found = find_path(named)
+    if found is not None and not (found / "config.json").exists():
+        found = DTensorTraining().find_weights(found) / MODEL_FOLDER
+    resolved = str(found or named)
+    return AdapterSource(folder, resolved, str(find_path(model_name) or model_name) if model_name else resolved)
+
+
+def export_merged(source: AdapterSource, target: Path, dtype: str | None = None) -> None:
+    """Write base and adapter as one merged model.
+
+    Args:
+        source: result of `adapter_source`.
+        target: a new or empty folder.
+        dtype: number format of the weights, for example "bfloat16"; None writes float32.
+
+    Raises:
+        CheckpointError: the target already holds files, or the adapter does not fit the base.
+        ConfigError: the base cannot be loaded, or the dtype is unknown.
+    """
+    require_empty(target)
+    wanted = torch_dtype(dtype or "float32")
+
+    def merge() -> None:
+        model = _adapted(source)
+        merge_adapters(model)
+        nn.Module.to(model, wanted).save_pretrained(target)
+        AutoTokenizer.from_pretrained(source.tokenizer, trust_remote_code=False).save_pretrained(target)
+
+    model_folder(source.base)  # a download has a wait of its own
+    with StillWaiting(f"the merge of {source.folder} into {source.base}", "it is running") as progress:
+        progress.during(merge)
+    logger.info("Merged %s into %s: %s.", source.folder, source.base, target)
+
+
+def export_adapter(source: AdapterSource, target: Path) -> None:
+    """Copy the adapter only, in PEFT's format, with the name of the base in it.
+
+    Args:
+        source: result of `adapter_source`.
+        target: a new or empty folder.
+
+    Raises:
+        CheckpointError: the target already holds files, or the source is not a plain LoRA adapter.
+    """
+    require_empty(target)
+    described = read_adapter_config(source.folder) | {"base_model_name_or_path": source.base}
+    shutil.copytree(source.folder, target, dirs_exist_ok=True)
+    (target / CONFIG_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+
+
+def verify_merged(source: AdapterSource, target: Path) -> ExportCheck:
+    """Compare the exported model with the base and the unmerged adapter, in float32 on the CPU.
+
+    Args:
+        source: result of `adapter_source`.
+        target: the exported folder.
+    """
+
+    def compare() -> ExportCheck:
+        exported = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, trust_remote_code=False).eval()
+        return compare_models(
+            _adapted(source), exported, AutoTokenizer.from_pretrained(target, trust_remote_code=False)
+        )
+
+    with StillWaiting(f"the comparison of {target}", "it is running") as progress:
+        check = progress.during(compare)
+    return replace(check, tolerance=MERGE_TOLERANCE)
+
+
+def _adapted(source: AdapterSource) -> PreTrainedModel:
+    model = load_causal_lm(source.base)
+    attach_adapter(model, source.folder)
+    return model

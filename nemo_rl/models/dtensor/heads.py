@@ -1,0 +1,304 @@
+"""Hugging Face models whose forward returns what a policy needs: log-probabilities of tokens, or numbers.
+
+A Hugging Face causal language model whose forward returns token log-probabilities. The decoder body computes hidden
+states; the output head then runs only on the positions that are scored, in chunks (`distributed.parallel_logprobs`).
+Both happen inside one module's forward, because FSDP2 gathers the root's parameters (embedding, final norm, head)
+around that call.
+
+Invariant: parameters keep their Hugging Face names under `hf`, and the log-probabilities are those of the model's own
+logits: `find_transform` compares the two. A model with a head that `huggingface.head` cannot describe uses its own
+forward, on ranks that hold the whole head.
+
+A Hugging Face sequence classifier with one label, whose forward returns a number for each given position. It has the
+same signature as the wrapper in `causal_lm`, so that `backend` can run either. The body computes hidden states; the
+scalar head sees only the positions that the inputs name: the last token of each sequence for scores of a reward model,
+the token before each target for values of a critic.
+
+Invariant: parameters keep their Hugging Face names under `hf`, and the score of a sequence equals that of
+`AutoModelForSequenceClassification`; `require_scoring_head` compares the two on a small probe model.
+
+Find the operations with which a Hugging Face causal language model turns hidden states into logits. Configurations
+describe these operations under different names, or not at all. So each operation that the configuration suggests is
+compared with the model's own logits. Invariant: a returned transform reproduces the logits, including large logits
+outside of the usual range of the loaded weights, where soft-capping has an effect.
+"""
+
+import itertools
+import logging
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers.modeling_utils import PreTrainedModel
+
+from nemo_rl.distributed.parallel_logprobs import (
+    LogitTransform,
+    SamplingDensity,
+    TopK,
+    logprobs_from_logits,
+    scalar_outputs,
+    token_logprobs,
+    topk_logits,
+    topk_of,
+)
+from nemo_rl.distributed.parallel_logprobs.head import OutputHead
+from nemo_rl.distributed.ranks.collectives import reduce_gradient
+from nemo_rl.distributed.ranks.placements import held_here
+from nemo_rl.models.draft.trainer import DraftTrainer
+from nemo_rl.models.dtensor.parallelize import ShardableModel
+from nemo_rl.models.huggingface.layers import body, hidden_states
+from nemo_rl.utils.errors import ConfigError
+
+
+class RewardModel(ShardableModel):
+    """Wraps a sequence classifier; see the module docstring."""
+
+    def __init__(self, hf: PreTrainedModel) -> None:
+        super().__init__()
+        self.hf = hf
+        """The wrapped model; its `named_parameters` are the names to export."""
+
+    def forward(
+        self,
+        model_inputs: dict[str, Any],
+        positions_K: Tensor,
+        targets_K: Tensor,
+        density: SamplingDensity | None = None,
+        top_k: TopK | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Score the sequences up to the given positions.
+
+        Args:
+            model_inputs: the model's keyword arguments; `input_ids` is `[b, T]`, or `[1, N]` packed.
+            positions_K: `[K]` indices into the flattened `[b * T]` tokens.
+            targets_K: not used; part of the common signature with language models.
+            density: not used.
+            top_k: not used.
+
+        Returns:
+            `(scores_K, zeros_K)`, float32 (float64 for float64 models).
+        """
+        hidden = hidden_states(self.hf, model_inputs)
+        rows = self.whole_rows(hidden, partial_gradient=False)  # every rank has the whole head and the whole gradient
+        hidden_KD = rows.flatten(0, 1).index_select(0, positions_K)
+        head: Any = self.hf.score
+        # Tensor-parallel ranks hold the head as a DTensor that is whole on each of them.
+        scores_K = scalar_outputs(
+            hidden_KD, held_here(head.weight), None if head.bias is None else held_here(head.bias)
+        )
+        return scores_K, torch.zeros_like(scores_K)
+
+
+def require_scoring_head(probe_model: PreTrainedModel) -> None:
+    """Check on a small model with weights that its architecture scores a sequence as `RewardModel` does.
+
+    Raises:
+        ConfigError: the architecture scores a sequence in another way.
+    """
+    if not _scores_the_last_token(probe_model):
+        raise ConfigError(
+            f"{type(probe_model).__name__} does not score a sequence by a linear head `score` on its last token, "
+            "so it cannot be trained as a reward model here."
+        )
+
+
+@torch.no_grad()
+def _scores_the_last_token(hf: PreTrainedModel) -> bool:
+    """Return whether the head on the last hidden state gives the model's own output, on a few tokens."""
+    head = getattr(hf, "score", None)
+    if not isinstance(head, nn.Linear) or hf.base_model is hf:
+        return False
+    embeddings: Any = hf.get_input_embeddings()
+    vocab_size = embeddings.weight.shape[0]
+    tokens = (torch.arange(8, device=head.weight.device) * 5 + 1) % vocab_size
+    pad = hf.config.get_text_config().pad_token_id
+    if pad is not None:
+        tokens = torch.where(tokens == pad, (tokens + 1) % vocab_size, tokens)
+    tokens = tokens[None]
+    own = hf(input_ids=tokens, use_cache=False).logits
+    ours = head(hidden_states(hf, {"input_ids": tokens})[:, -1])
+    return own.shape == ours.shape == (1, 1) and bool((own - ours).abs() <= 1e-5 * own.abs().clamp(min=1.0))
+
+
+_MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+_DIVISORS = ("logits_scaling",)
+_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+
+_PROBED_LOGIT = 100.0
+"""Largest logit of the comparison: usual caps are 15 to 50; a cap of 1000 still changes such a logit by 0.3 %."""
+
+
+@torch.no_grad()
+def find_transform(hf: PreTrainedModel) -> LogitTransform | None:
+    """Return the operations after the linear head, or None if no known transform gives the model's own logits.
+
+    Args:
+        hf: the unsharded model with real weights, trained or random.
+    """
+    head = hf.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or body(hf) is hf:
+        return None
+    was_training = hf.training
+    hf.eval()
+    tokens = (torch.arange(8, device=head.weight.device) * 5 + 1)[None] % head.weight.shape[0]
+    hidden = hidden_states(hf, {"input_ids": tokens})
+    factor = _PROBED_LOGIT / head(hidden).abs().max().clamp(min=1e-6).item()
+    enlarged = head.register_forward_pre_hook(lambda module, args: (args[0] * factor,))
+    try:
+        own = hf(input_ids=tokens, use_cache=False).logits
+        linear = head(hidden)
+    finally:
+        enlarged.remove()
+        hf.train(was_training)
+    return next((found for found in _suggested(hf) if _equal(found.apply_(linear.clone()), own)), None)
+
+
+def _suggested(hf: PreTrainedModel) -> Iterator[LogitTransform]:
+    """Yield every combination of the scales and caps that the configuration names, those with most values first."""
+    config = hf.config.get_text_config()
+
+    def values(names: tuple[str, ...]) -> list[float]:
+        found: list[Any] = [getattr(config, name, None) for name in names]
+        return [float(value) for value in found if isinstance(value, int | float) and value > 0]
+
+    scales = [*values(_MULTIPLIERS), *(1 / value for value in values(_DIVISORS)), 1.0]
+    for cap, scale in itertools.product([*values(_CAPS), None], scales):
+        yield LogitTransform(scale, cap)
+
+
+def _equal(ours: Tensor, own: Tensor) -> bool:
+    """Return whether two sets of logits differ by rounding only."""
+    tolerance = 1e-5 * own.abs().max().clamp(min=1e-6).item()
+    return own.shape == ours.shape and bool((own - ours).abs().max() <= tolerance)
+
+
+logger = logging.getLogger(__name__)
+
+
+class CausalLMWithLogprobs(ShardableModel):
+    """Wraps a Hugging Face model; see the module docstring."""
+
+    draft: DraftTrainer | None = None
+    """The draft model's trainer, which learns from training passes; None: there is none."""
+
+    def __init__(self, hf: PreTrainedModel, *, transform: LogitTransform | None, chunk_size: int | None = None) -> None:
+        super().__init__()
+        self.hf = hf
+        """The wrapped model; its `named_parameters` are the names to export."""
+        self.transform = transform
+        """Operations after the linear head; None: the model's own forward gives the logits."""
+        self.chunk_size = chunk_size
+        """Tokens per chunk of logits; None takes a default for the device."""
+
+    def forward(
+        self,
+        model_inputs: dict[str, Any],
+        positions_K: Tensor,
+        targets_K: Tensor,
+        density: SamplingDensity | None = None,
+        top_k: TopK | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Score target tokens, or find the most likely tokens.
+
+        Args:
+            model_inputs: the model's keyword arguments; `input_ids` is `[b, T]`, or `[1, N]` packed.
+            positions_K: `[K]` indices into the flattened `[b * T]` tokens; the successor of each is scored.
+            targets_K: `[K]` token ids of the successors, or `[K, k]`.
+            density: the sampler's temperature and filters; None means the plain softmax.
+            top_k: ignore the targets and return the largest logits at each position.
+
+        Returns:
+            `(logprobs, entropy_K)`, float32, `logprobs` shaped like the targets; with `top_k`
+            `(logits_Kk, ids_Kk)`, float32 and int64, largest first.
+        """
+        if self.transform is None:
+            return self._score_with_own_forward(model_inputs, positions_K, targets_K, density, top_k)
+        return self._score(hidden_states(self.hf, model_inputs), positions_K, targets_K, density, top_k)
+
+    def _score(
+        self,
+        hidden: Tensor,
+        positions_K: Tensor,
+        targets_K: Tensor,
+        density: SamplingDensity | None,
+        top_k: TopK | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Score the body's hidden states `[b, T, D]`, or `[b, T / tp, D]` with sequence parallelism.
+
+        Each rank's head gives one part of the gradient of the hidden states; the backward pass sums the parts.
+        """
+        assert self.transform is not None
+        hidden_KD = self.whole_rows(hidden, partial_gradient=True).flatten(0, 1).index_select(0, positions_K)
+        if not self.sequence_parallel:
+            hidden_KD = reduce_gradient(hidden_KD, self.tp_group)
+        head = self.hf.get_output_embeddings()
+        weight_VD = _rows_here(head.weight, self.tp_group)
+        bias_V = None if head.bias is None else _rows_here(head.bias, self.tp_group)
+        if self.draft is not None:
+            self.draft.learn(hidden_KD, OutputHead(weight_VD, bias_V, self.transform, self.tp_group))
+        how: dict[str, Any] = {"transform": self.transform, "group": self.tp_group, "chunk_size": self.chunk_size}
+        if top_k is not None:
+            return topk_logits(hidden_KD, weight_VD, top_k, bias_V=bias_V, **how)
+        return token_logprobs(hidden_KD, weight_VD, targets_K, density=density, bias_V=bias_V, **how)
+
+    def _score_with_own_forward(
+        self,
+        model_inputs: dict[str, Any],
+        positions_K: Tensor,
+        targets_K: Tensor,
+        density: SamplingDensity | None,
+        top_k: TopK | None,
+    ) -> tuple[Tensor, Tensor]:
+        logits = self.hf(**model_inputs, use_cache=False).logits
+        logits_KV = logits.flatten(0, 1).index_select(0, positions_K)
+        if top_k is not None:
+            return topk_of(logits_KV, top_k)
+        return logprobs_from_logits(logits_KV, targets_K, density=density)
+
+
+def build_causal_lm(
+    hf: PreTrainedModel,
+    *,
+    transform: LogitTransform | None | Literal["find"] = "find",
+    chunk_size: int | None = None,
+    divides_head: bool = False,
+) -> CausalLMWithLogprobs:
+    """Wrap an unsharded model.
+
+    Args:
+        hf: the model.
+        transform: result of `find_transform` for the architecture; "find" calls it with `hf`, which then needs weights.
+        chunk_size: tokens per chunk of logits; None takes a default for the device.
+        divides_head: whether tensor-parallel ranks will divide the head's rows.
+
+    Raises:
+        ConfigError: the head is to be divided, and `find_transform` cannot describe how it computes logits.
+    """
+    if transform == "find":
+        transform = find_transform(hf)
+    if transform is None and divides_head:
+        raise ConfigError(
+            f"{type(hf).__name__} makes its logits by more than a linear head, a logit scale and soft-capping, so "
+            "tensor-parallel ranks cannot divide its vocabulary. Set policy.dtensor_cfg.tensor_parallel_size=1; "
+            "data-parallel ranks divide its memory without dividing its logits."
+        )
+    if transform is None:
+        logger.warning(
+            "%s makes its logits by more than a linear head, a logit scale and soft-capping; its own forward is "
+            "used, which holds the logits of a whole microbatch in memory.",
+            type(hf).__name__,
+        )
+    return CausalLMWithLogprobs(hf, transform=transform, chunk_size=chunk_size)
+
+
+def _rows_here(parameter: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return this rank's rows of a parameter of the head; all rows if there is no group."""
+    if group is None:
+        return parameter
+    assert isinstance(parameter, DTensor), "tensor-parallel ranks divide the head"
+    rows = parameter.to_local()
+    assert rows.shape[0] * group.size() == parameter.shape[0], "the ranks have equal parts of the vocabulary"
+    return rows

@@ -1,0 +1,405 @@
+"""LoRA in the DTensor backend: low-rank adapters on a frozen model, and their files.
+
+Low-rank adapters on a frozen model (LoRA, Hu et al. 2021, arXiv:2106.09685).
+
+`apply_lora` adds adapters after the model is made and before it is sharded; `adapter_io` writes the adapters; weight
+sync and checkpoints read merged weights. Invariant: base weights never change. Code outside of `models.dtensor` sees
+plain weights under Hugging Face names; each is merged when it is read.
+
+FSDP2 and tensor parallelism divide an adapted layer's weight `[out, in]` and its B `[out, dim]` by the same rows, and A
+`[dim, in]` by the weight's columns. So a rank merges its own part, and only the small A is gathered.
+
+Write and read LoRA adapters in the format of the PEFT library.
+
+Layout (W = weights folder of a checkpoint):
+
+    W/model/     merged weights, written by `checkpoint_io`, loaded by `from_pretrained` and engines
+    W/adapter/   adapter_config.json, adapter_model.safetensors: `PeftModel.from_pretrained(base, folder)`
+
+Invariant: a resumed run has the base of `policy.model_name` and the adapter of the checkpoint, bit for bit; a base
+other than the one that the checkpoint was trained on is refused.
+"""
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers.modeling_utils import PreTrainedModel
+
+from nemo_rl.config import LoraConfig
+from nemo_rl.distributed.ranks.placements import held_here, whole
+from nemo_rl.files.regular_file import read_text
+from nemo_rl.models.dtensor.checkpoints.model_files import local_box, saved_weights, weights_by_name
+from nemo_rl.models.dtensor.pipeline.stages import joined, of_all_stages
+from nemo_rl.models.huggingface.checkpoint_names import Group, converts, groups_in_memory
+from nemo_rl.models.huggingface.folders import (
+    ADAPTER_FOLDER,
+    CONFIG_FILE,
+    MODEL_FOLDER,
+    PEFT_PREFIX,
+    WEIGHTS_FILE,
+    peft_config,
+    peft_key,
+    write_adapter,
+)
+from nemo_rl.models.huggingface.layers import parts_without_text
+from nemo_rl.models.huggingface.tensor_files import TensorFiles
+from nemo_rl.models.training.low_rank import ADAPTER_PARAMETERS, generator_of, initial_a, require_moved, select_modules
+from nemo_rl.models.training.torch_backend import Keep, Write, as_it_is
+from nemo_rl.utils.errors import CheckpointError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+SECTION = "policy.dtensor_cfg.lora_cfg"
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear layer plus a trained product of two low-rank matrices.
+
+    `y = x W^T + bias + (alpha / dim) x A^T B^T`. Dropout applies to x before A (`pre`) or to the product
+    (`post`), in training mode only.
+
+    Args:
+        base: the layer to adapt; its parameters are reused and frozen.
+        config: the adapter's shape and dropout.
+        generator: random generator for A.
+    """
+
+    def __init__(self, base: nn.Linear, config: LoraConfig, generator: torch.Generator) -> None:
+        super().__init__()
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight = base.weight.requires_grad_(False)
+        """`[out, in]`, frozen; the base layer's own parameter, so its name does not change."""
+        self.bias = base.bias if base.bias is None else base.bias.requires_grad_(False)
+        """`[out]`, frozen, or None."""
+        a = initial_a(config.dim, base.in_features, config.lora_A_init, base.weight.dtype, generator)
+        self.lora_A = nn.Parameter(a if base.weight.is_meta else a.to(base.weight.device))
+        """`[dim, in]`."""
+        self.lora_B = nn.Parameter(self.lora_A.new_zeros(base.out_features, config.dim))
+        """`[out, dim]`, zero at the start, so that a new adapter changes nothing."""
+        self.scaling = config.alpha / config.dim
+        self.dropout, self.dropout_position = config.dropout, config.dropout_position
+        self.active = True
+        """False computes the base layer only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[..., in]` to `[..., out]`."""
+        out = F.linear(x, self.weight, self.bias)
+        if not self.active:
+            return out
+        if self.dropout_position == "pre":
+            x = F.dropout(x, self.dropout, self.training)
+        update = F.linear(F.linear(x, self.lora_A), self.lora_B)
+        if self.dropout_position == "post":
+            update = F.dropout(update, self.dropout, self.training)
+        return out + self.scaling * update
+
+    @torch.no_grad()
+    def merged_weight(self, device: torch.device) -> Tensor:
+        """Return `W + (alpha / dim) B A` as a new tensor on `device`, sharded like W; collective if sharded."""
+        a, b, weight = (t.detach().to(device) for t in (self.lora_A, self.lora_B, self.weight))
+        if not isinstance(weight, DTensor):
+            return torch.addmm(weight, b, a, alpha=self.scaling)
+        assert isinstance(a, DTensor) and isinstance(b, DTensor), "adapters are sharded with their layer"
+        _, (_, first) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+        own = weight.to_local()
+        a_own = whole(a)[:, first : first + own.shape[1]]
+        local = torch.addmm(own, b.to_local(), a_own, alpha=self.scaling)
+        return DTensor.from_local(
+            local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+        )
+
+
+def apply_lora(hf: PreTrainedModel, config: LoraConfig, seed: int) -> list[str]:
+    """Freeze the model and put adapters on its linear layers, in place; call it before sharding.
+
+    A is drawn from the run's seed and the layer's name, so all ranks and every start draw the same.
+
+    Args:
+        hf: the unsharded model.
+        config: the layers to adapt, and the adapters' shape.
+        seed: run seed.
+
+    Returns:
+        Names of the adapted layers.
+
+    Raises:
+        ConfigError: a pattern matches no linear layer, no layer is left, or an adapted layer shares its weight.
+    """
+    names = select_modules(_linear_names(hf), config, SECTION)
+    _refuse_shared(hf, names)
+    hf.requires_grad_(False)
+    for name in names:
+        parent_name, _, child = name.rpartition(".")
+        base = hf.get_submodule(name)
+        assert isinstance(base, nn.Linear)
+        adapted = LoraLinear(base, config, generator_of(seed, name)).train(base.training)
+        setattr(hf.get_submodule(parent_name), child, adapted)
+    trained = sum(p.numel() for p in hf.parameters() if p.requires_grad)
+    total = sum(p.numel() for p in hf.parameters())
+    logger.info(
+        "LoRA: %d adapted layers, %d of %d parameters trained (%.2f %%).",
+        len(names),
+        trained,
+        total,
+        100 * trained / total,
+    )
+    return names
+
+
+def adapted_modules(hf: nn.Module) -> dict[str, LoraLinear]:
+    """Return the adapted layers by name; empty without LoRA."""
+    return {name: module for name, module in hf.named_modules() if isinstance(module, LoraLinear)}
+
+
+def merged_by_name(hf: nn.Module, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """Yield `checkpoint_io.weights_by_name` with each adapter merged into its layer's weight.
+
+    Merged weights are computed one at a time, on `device`; all others are the model's own tensors. All
+    ranks must exhaust it together.
+    """
+    adapted = adapted_modules(hf)
+    for name, tensor in weights_by_name(hf).items():
+        owner, _, last = name.rpartition(".")
+        if owner not in adapted:
+            yield name, tensor
+        elif last == "weight":
+            yield name, adapted[owner].merged_weight(device)
+        elif last not in ADAPTER_PARAMETERS:
+            yield name, tensor
+
+
+def merge_adapters(hf: nn.Module) -> None:
+    """Replace adapted layers with plain layers that hold the merged weights; for unsharded models only."""
+    for name, module in adapted_modules(hf).items():
+        merged = nn.Linear(module.in_features, module.out_features, bias=False, device="meta").train(module.training)
+        merged.weight = nn.Parameter(module.merged_weight(module.weight.device), requires_grad=False)
+        if module.bias is not None:
+            merged.bias = nn.Parameter(module.bias, requires_grad=False)
+        parent_name, _, child = name.rpartition(".")
+        setattr(hf.get_submodule(parent_name), child, merged)
+
+
+@torch.no_grad()
+def check_adapters_moved(hf: nn.Module, device: torch.device) -> None:
+    """Check after an update that every adapter changes its layer; collective.
+
+    Raises:
+        ConfigError: see `low_rank.require_moved`.
+    """
+    mine = {name: int(held_here(module.lora_B).count_nonzero()) for name, module in adapted_modules(hf).items()}
+    modules = joined(hf, mine)
+    moved = torch.tensor(list(modules.values()), device=device)
+    dist.all_reduce(moved)
+    require_moved(dict(zip(modules, moved.tolist(), strict=True)), SECTION)
+
+
+def _refuse_shared(hf: PreTrainedModel, names: Sequence[str]) -> None:
+    """Refuse adapters on a shared weight: it is exported as one value, but an adapter changes only one use of it."""
+    uses = Counter(id(parameter) for _, parameter in hf.named_parameters(remove_duplicate=False))
+    shared = [name for name in names if uses[id(hf.get_parameter(f"{name}.weight"))] > 1]
+    if shared:
+        raise ConfigError(
+            f"policy.dtensor_cfg.lora_cfg adapts layers whose weight is shared with others: {', '.join(shared)}. "
+            "Name them in policy.dtensor_cfg.lora_cfg.exclude_modules."
+        )
+
+
+def _linear_names(hf: PreTrainedModel) -> list[str]:
+    """Return the names of plain linear layers that read text.
+
+    The output head is left out, because it is applied in chunks as a bare weight.
+    """
+    others = {id(module) for part in parts_without_text(hf) for module in part.modules()} | {
+        id(hf.get_output_embeddings())
+    }
+    return [name for name, module in hf.named_modules() if type(module) is nn.Linear and id(module) not in others]
+
+
+_NOT_MERGED = ("use_rslora", "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
+_MERGE_TOLERANCE = 1e-5
+
+
+def save_adapter(
+    hf: PreTrainedModel, config: LoraConfig, base_name: str, weights_path: Path, keep: Keep = as_it_is
+) -> Write:
+    """Prepare to write the adapter; all ranks take part, rank 0 writes.
+
+    Args:
+        hf: the adapted model, sharded or not.
+        config: the `lora_cfg` section of the adapters.
+        base_name: `policy.model_name`.
+        weights_path: the W of the module docstring.
+        keep: applied to every tensor that will be written.
+    """
+    mine = ((name, whole(parameter.detach())) for name, parameter in _adapter_parameters(hf).items())
+    named = of_all_stages(hf, mine)
+    tensors = {peft_key(name): keep(f"adapter.{name}", tensor.cpu().contiguous()) for name, tensor in named}
+    names = list(joined(hf, dict.fromkeys(adapted_modules(hf))))
+    described = peft_config(config, base_name, names, fused_experts=converts(hf))
+    return partial(write_adapter, weights_path / ADAPTER_FOLDER, tensors, described)
+
+
+def load_adapter(hf: PreTrainedModel, weights_path: Path, device: torch.device) -> None:
+    """Read an adapter into the adapted model in place; each rank reads its own part.
+
+    Args:
+        hf: the adapted model, its base loaded from `policy.model_name`.
+        weights_path: the W of the module docstring.
+        device: device that computes merged weights, to compare them with the saved ones.
+
+    Raises:
+        CheckpointError: there is no adapter, it has other layers or shapes, or it belongs to another base.
+    """
+    folder = weights_path / ADAPTER_FOLDER
+    if not (folder / WEIGHTS_FILE).exists():
+        raise CheckpointError(
+            f"{folder} holds no {WEIGHTS_FILE}: the checkpoint was written without LoRA. Set "
+            f"policy.dtensor_cfg.lora_cfg.enabled=false, or start a new run from policy.model_name="
+            f"{weights_path / MODEL_FOLDER}."
+        )
+    _fill_adapters(hf, folder)
+    _check_base(hf, weights_path / MODEL_FOLDER, device)
+
+
+def attach_adapter(hf: PreTrainedModel, folder: Path) -> None:
+    """Put a saved adapter, of this library or of PEFT, on an unsharded base model, without merging it.
+
+    Args:
+        hf: the base model.
+        folder: folder with adapter_config.json and adapter_model.safetensors.
+
+    Raises:
+        CheckpointError: the folder holds no adapter, one that `W + (alpha / r) B A` does not describe, or one for
+            other layers.
+    """
+    described = read_adapter_config(folder)
+    tensors = TensorFiles([folder / WEIGHTS_FILE])
+    names = sorted({key.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for key in tensors})
+    have = {name for name, module in hf.named_modules() if isinstance(module, nn.Linear)}
+    missing = [name for name in names if name not in have]
+    if missing:
+        raise CheckpointError(
+            f"{folder} does not fit the base model {type(hf).__name__}: {len(missing)} of {len(names)} adapted layers "
+            f"are no linear layers of it, for example {missing[0]!r}. Give the model that the adapter was trained on."
+        )
+    config = LoraConfig.build(
+        enabled=True,
+        dim=described["r"],
+        alpha=described["lora_alpha"],
+        match_all_linear=False,
+        target_modules=names,
+    )
+    apply_lora(hf, config, seed=0)
+    _fill_adapters(hf, folder)
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """Read the adapter_config.json of a plain LoRA adapter.
+
+    Raises:
+        CheckpointError: a file is missing, or the adapter is not `W + (alpha / r) B A`.
+    """
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (folder / name).exists():
+            raise CheckpointError(f"{folder} holds no {name}, so it is no LoRA adapter.")
+    described: dict[str, Any] = json.loads(read_text(folder / CONFIG_FILE))
+    plain = described.get("peft_type") == "LORA" and isinstance(described.get("lora_alpha"), int)
+    extras = [name for name in _NOT_MERGED if described.get(name)]
+    extras += ["bias"] if described.get("bias", "none") != "none" else []
+    if not plain or extras:
+        raise CheckpointError(
+            f"{folder / CONFIG_FILE} describes more than a plain LoRA adapter with a whole lora_alpha"
+            f"{': ' + ', '.join(extras) if extras else ''}. Merge it with the PEFT library."
+        )
+    return described
+
+
+@torch.no_grad()
+def _fill_adapters(hf: PreTrainedModel, folder: Path) -> None:
+    """Copy saved values into the adapters; each rank copies its own part."""
+    saved = TensorFiles([folder / WEIGHTS_FILE])
+    parameters = {peft_key(name): tensor for name, tensor in _adapter_parameters(hf).items()}
+    shapes = joined(hf, {key: tuple(tensor.shape) for key, tensor in parameters.items()})
+    _require_same_shapes(folder, {key: saved.like(key) for key in saved}, shapes)
+    for key, parameter in parameters.items():
+        if held_here(parameter).numel() > 0:
+            held_here(parameter).copy_(saved.read(key, local_box(parameter)))
+
+
+def refuse_adapter(weights_path: Path) -> None:
+    """Refuse to resume full training from a checkpoint of LoRA training.
+
+    Raises:
+        CheckpointError: the folder holds an adapter.
+    """
+    if (weights_path / ADAPTER_FOLDER).exists():
+        raise CheckpointError(
+            f"{weights_path} was written with LoRA. Set policy.dtensor_cfg.lora_cfg.enabled=true to resume, or "
+            f"start a new run from the merged weights: policy.model_name={weights_path / MODEL_FOLDER}."
+        )
+
+
+@torch.no_grad()
+def _check_base(hf: PreTrainedModel, folder: Path, device: torch.device) -> None:
+    """Compare base plus adapter with the merged weights of the checkpoint; each rank compares its own rows."""
+    adapted = {f"{name}.weight": module for name, module in adapted_modules(hf).items()}
+    close: dict[str, bool] = {}
+    tensors = saved_weights(folder)
+    for group in groups_in_memory(hf, tensors):
+        if group.converter is None and group.target in adapted:
+            merged = adapted.pop(group.target).merged_weight(device)
+            close[group.target] = _close(held_here(merged), _saved_part(tensors, group, merged).to(device))
+    if adapted:
+        raise CheckpointError(f"{folder} does not fit {type(hf).__name__}: it lacks {next(iter(adapted))}.")
+    close = joined(hf, close)
+    agreed = torch.tensor(list(close.values()), device=device).int()
+    dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+    wrong = [name for name, same in zip(close, agreed.tolist(), strict=True) if not same]
+    if wrong:
+        raise CheckpointError(
+            f"policy.model_name plus the adapter is not what {folder} holds: {len(wrong)} weights differ, the "
+            f"first {wrong[0]}. The adapter was trained on another model, or with another alpha."
+        )
+
+
+def _saved_part(tensors: TensorFiles, group: Group, like: Tensor) -> Tensor:
+    """Read this rank's part of a weight from the files."""
+    mine = held_here(like)
+    return tensors.read(next(iter(group.sources)), local_box(like)) if mine.numel() > 0 else mine
+
+
+def _close(ours: Tensor, theirs: Tensor) -> bool:
+    if ours.numel() == 0:
+        return True
+    return (ours - theirs).abs().max().item() <= _MERGE_TOLERANCE * theirs.abs().max().item()
+
+
+def _adapter_parameters(hf: PreTrainedModel) -> dict[str, Tensor]:
+    return {
+        f"{name}.{last}": getattr(module, last)
+        for name, module in adapted_modules(hf).items()
+        for last in ADAPTER_PARAMETERS
+    }
+
+
+def _require_same_shapes(folder: Path, saved: dict[str, Tensor], wanted_shapes: dict[str, tuple[int, ...]]) -> None:
+    saved_shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
+    different = sorted(dict(saved_shapes.items() ^ wanted_shapes.items()))
+    if different:
+        first = different[0]
+        raise CheckpointError(
+            f"{folder} does not fit policy.dtensor_cfg.lora_cfg: {len(different)} tensors differ, for example "
+            f"{first}: {saved_shapes.get(first, 'missing')} in the checkpoint, "
+            f"{wanted_shapes.get(first, 'missing')} in this run."
+        )

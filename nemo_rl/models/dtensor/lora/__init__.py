@@ -1,1 +1,0 @@
-"""LoRA in the DTensor backend: adapter modules, their files, their export."""

@@ -1,0 +1,331 @@
+"""Divide a Hugging Face model over tensor-parallel ranks, in place.
+
+Activations are plain tensors, parameters become DTensors; while a module runs, its parameters are replaced by this
+rank's parts. A decoder layer consists of *blocks* (attention, MLP) between residual additions:
+
+    residual stream ──enter──► block: every rank computes one term of the block's output ──leave──► residual stream
+
+`enter` gives every rank the same hidden states and sums their gradient; `leave` sums the outputs. With sequence
+parallelism the residual stream is divided along the sequence: `enter` gathers it, `leave` reduces and scatters.
+
+Modules that no plan names (linear attention, convolutions) stay whole on every rank, outside of blocks. With sequence
+parallelism such a module gets all tokens, because it may mix them, and each rank keeps the outputs of its own tokens.
+
+Invariant: between `enter` and `leave` the gradients of undivided parameters are partial: per-head norms, MLA's
+down-projections, routers, A of an adapter on a column layer. So no architecture needs special styles. Outside of
+blocks every rank computes the same and gradients are whole; with sequence parallelism ranks compute different tokens of
+the body, and gradients are partial there as well. A scoring head gets whole rows on every rank.
+
+Source: Megatron-LM (arXiv:1909.08053), sequence parallelism (arXiv:2205.05198).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from transformers.modeling_utils import PreTrainedModel
+
+from nemo_rl.distributed.ranks import collectives
+from nemo_rl.distributed.ranks.placements import as_sharded, computing_with
+from nemo_rl.models.dtensor.expert_parallel import divide_tokens
+from nemo_rl.models.dtensor.tensor_plans import Plan, Style, shared_experts, style_of
+from nemo_rl.models.huggingface.layers import body, decoder_layers
+from nemo_rl.utils.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """The tensor-parallel ranks, and the operations between blocks and the residual stream."""
+
+    mesh: DeviceMesh
+    """Mesh with one axis, this rank's group."""
+    sequence_parallel: bool
+    """Whether the residual stream is divided along the sequence."""
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Process group of the ranks."""
+        return self.mesh.get_group()
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        """Return `[b, T, D]`, whose gradient is partial, from the residual stream `[b, T, D]` or `[b, T / tp, D]`."""
+        if self.sequence_parallel:
+            return collectives.all_gather(hidden, 1, self.group, partial_gradient=True)
+        return collectives.reduce_gradient(hidden, self.group)
+
+    def own_tokens(self, hidden: Tensor) -> Tensor:
+        """Select this rank's `[b, T / tp, D]` of `[b, T, D]`, which all ranks have computed; its gradient follows."""
+        return collectives.part_of(hidden, 1, self.group)
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        """Sum all ranks' outputs of a block into the residual stream."""
+        if self.sequence_parallel:
+            return collectives.reduce_scatter(hidden, 1, self.group)
+        return collectives.all_reduce(hidden, self.group)
+
+
+@dataclass(frozen=True)
+class _Local:
+    """Replacement of one parameter by a local tensor while its module runs."""
+
+    gradient: Placement
+    """Placement of the gradient of the local part."""
+    zero: bool = False
+    """Use zeros on this rank, because another rank adds the whole parameter."""
+    rows: Tensor | None = None
+    """`[R]` rows of a fused layer that this rank uses; the parameter is gathered first. None: the local part."""
+    dim: int = 0
+    """Dimension along which the parameter is divided."""
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """Return the tensor to compute with."""
+        if not isinstance(parameter, DTensor):
+            return parameter
+        local = parameter.to_local(grad_placements=[self.gradient])
+        if self.rows is not None:
+            group = parameter.device_mesh.get_group()
+            whole = collectives.all_gather(local, self.dim, group, partial_gradient=True)
+            return whole.index_select(self.dim, self.rows)
+        return local * 0 if self.zero else local
+
+
+def divide_layers(
+    hf: PreTrainedModel,
+    plan: Plan,
+    tensor: TensorParallel,
+    *,
+    experts: Collection[str] = (),
+    dispatched: bool = False,
+) -> None:
+    """Divide a model by its plan; parameters may be on the meta device.
+
+    Args:
+        hf: the model, unsharded except for its experts.
+        plan: result of `tensor_plans.plan_for`.
+        tensor: the ranks.
+        experts: names of the modules of experts, which this function does not divide.
+        dispatched: whether experts get tokens from other ranks; then the ranks divide the tokens of their block, and
+            the other modules in it stay whole.
+
+    Raises:
+        ConfigError: a size is not a multiple of the number of ranks, or a divided module is in no block.
+    """
+    token_blocks = _blocks(hf, experts) if dispatched else []
+    styles = {name: style for name, style in _planned(hf, plan).items() if not _within(name, token_blocks)}
+    blocks = _blocks(hf, [*styles, *(() if dispatched else experts)])
+    _refuse_strays(hf, styles, blocks)
+    styles |= shared_experts(hf, blocks, [*styles, *experts])
+    mixers = _mixers(hf, [*blocks, *token_blocks]) if tensor.sequence_parallel else []
+    divided = _Divided(hf)
+    body_name = next(name for name, module in hf.named_modules() if module is body(hf))
+    for name, module in hf.named_modules():
+        if _within(name, experts):
+            continue
+        # With sequence parallelism, modules outside of blocks see parts of rows, except for the head.
+        of_part = _within(name, [*blocks, *token_blocks]) or (tensor.sequence_parallel and _within(name, [body_name]))
+        _divide_module(name, module, styles, tensor, divided, partial_gradient=of_part)
+    for name in blocks:
+        block: Any = hf.get_submodule(name)
+        fused = any(style.parts for below, style in styles.items() if _within(below, [name]))
+        if fused and hasattr(block, "config"):
+            _count_own_heads(block, tensor.mesh.size())
+        block.forward = partial(_run_between, block.forward, tensor.enter, tensor.leave)
+    for name in mixers:  # every rank computes all tokens and keeps its own
+        mixer: Any = hf.get_submodule(name)
+        mixer.forward = partial(_run_between, mixer.forward, tensor.enter, tensor.own_tokens)
+    for name in token_blocks if not tensor.sequence_parallel else []:
+        divide_tokens(hf.get_submodule(name), tensor.group)
+    embedding = hf.get_input_embeddings()
+    if embedding is not None and isinstance(embedding, nn.Embedding):
+        _divide_lookup(embedding, tensor)
+
+
+class _Divided:
+    """Parameters that are divided already; a parameter with several names (tied weights) is divided once."""
+
+    def __init__(self, hf: nn.Module) -> None:
+        uses = Counter(id(parameter) for _, parameter in hf.named_parameters(remove_duplicate=False))
+        self._tied = {number for number, count in uses.items() if count > 1}
+        self._made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+
+    def of(self, parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) -> nn.Parameter:
+        """Return the sharded parameter that replaces a whole one."""
+        if id(parameter) in self._made:
+            return self._made[id(parameter)][1]
+        made = as_sharded(parameter, placement, mesh)
+        if id(parameter) in self._tied:  # kept alive, so that no other parameter gets its id
+            self._made[id(parameter)] = (parameter, made)
+        return made
+
+
+def _run_locally(
+    forward: Callable[..., Any], module: nn.Module, views: dict[str, _Local], *args: Any, **kw: Any
+) -> Any:
+    parts = {name: view.of(module.get_parameter(name)) for name, view in views.items()}
+    with computing_with(module, parts):
+        return forward(*args, **kw)
+
+
+def _run_between(
+    forward: Callable[..., Any],
+    enter: Callable[[Tensor], Tensor],
+    leave: Callable[[Tensor], Tensor],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Run a forward between two functions of the hidden states.
+
+    Hidden states are the first argument or a keyword argument, and the output or the first item of the output.
+    """
+    if args:
+        args = (enter(args[0]), *args[1:])
+    else:
+        kwargs["hidden_states"] = enter(kwargs["hidden_states"])
+    output = forward(*args, **kwargs)
+    if isinstance(output, tuple):
+        return (leave(output[0]), *output[1:])
+    return leave(output)
+
+
+def _blocks(hf: PreTrainedModel, divided: Iterable[str]) -> list[str]:
+    """Return the names of the direct children of decoder layers that contain one of these modules or parameters."""
+    names = {id(module): name for name, module in hf.named_modules()}
+    layers = [names[id(layer)] for layer in decoder_layers(hf)]
+    found: dict[str, None] = {}
+    for name in divided:
+        layer = next((layer for layer in layers if _within(name, [layer])), None)
+        if layer is not None:
+            found[f"{layer}.{name.removeprefix(f'{layer}.').split('.')[0]}"] = None
+    return list(found)
+
+
+def _mixers(hf: PreTrainedModel, blocks: list[str]) -> list[str]:
+    """Return the names of the direct children of decoder layers, outside of blocks, that may mix tokens.
+
+    These are all children with a matrix; children with only vectors (norms) treat tokens separately.
+    """
+    names = {id(module): name for name, module in hf.named_modules()}
+    children = [child for layer in decoder_layers(hf) for child in layer.children()]
+    with_matrices = [child for child in children if any(parameter.dim() > 1 for parameter in child.parameters())]
+    return [names[id(child)] for child in with_matrices if names[id(child)] not in blocks]
+
+
+def _within(name: str, owners: Iterable[str]) -> bool:
+    """Return whether a module or parameter is one of the owners, or inside one of them."""
+    return any(name == owner or name.startswith(f"{owner}.") for owner in owners)
+
+
+def _count_own_heads(block: Any, ranks: int) -> None:
+    """Set the numbers of heads in a block to this rank's, because it splits the output of a fused layer by them."""
+    block.config = copy(block.config)
+    for owner in (block, block.config):
+        for field in ("num_attention_heads", "num_heads", "num_key_value_heads"):
+            if isinstance(getattr(owner, field, None), int):
+                setattr(owner, field, getattr(owner, field) // ranks)
+
+
+def _planned(hf: PreTrainedModel, plan: Plan) -> dict[str, Style]:
+    """Return the modules and parameters that a plan divides, with their styles."""
+    names = [*(name for name, _ in hf.named_modules()), *(name for name, _ in hf.named_parameters())]
+    return {name: style for name in names if (style := style_of(name, plan)) is not None}
+
+
+def _refuse_strays(hf: PreTrainedModel, styles: Mapping[str, Style], blocks: list[str]) -> None:
+    for name, style in styles.items():
+        if (style.how != "vocabulary") != _within(name, blocks):
+            raise ConfigError(
+                f"the tensor-parallel plan of {type(hf).__name__} divides {name!r} as {style.how!r}: columns and rows "
+                "are divided inside the attention or MLP of a decoder layer, a vocabulary outside of layers."
+            )
+
+
+def _divide_module(
+    name: str,
+    module: nn.Module,
+    styles: Mapping[str, Style],
+    tensor: TensorParallel,
+    divided: _Divided,
+    *,
+    partial_gradient: bool,
+) -> None:
+    """Make DTensors of a module's own parameters, and make the module compute with the local parts."""
+    views: dict[str, _Local] = {}
+    style = styles.get(name)
+    for parameter_name, parameter in list(module.named_parameters(recurse=False)):
+        own = styles.get(f"{name}.{parameter_name}", style)
+        placement = _placement(own, parameter_name)
+        _require_divisible(f"{name}.{parameter_name}", parameter, placement, own, tensor.mesh.size())
+        module._parameters[parameter_name] = divided.of(parameter, placement, tensor.mesh)
+        views[parameter_name] = _view(own, parameter_name, placement, tensor.mesh, partial_gradient)
+    if views:
+        module.forward = partial(_run_locally, module.forward, module, views)
+
+
+def _placement(style: Style | None, parameter_name: str) -> Placement:
+    """Return how a parameter is divided; of an adapter, B is divided like the weight's rows, A like its columns."""
+    if style is None:
+        return Replicate()
+    if style.dim is not None:
+        return Shard(style.dim)
+    if style.how == "row":
+        return Shard(1) if parameter_name in ("weight", "lora_A") else Replicate()
+    return Replicate() if parameter_name == "lora_A" else Shard(0)
+
+
+def _view(
+    style: Style | None, parameter_name: str, placement: Placement, mesh: DeviceMesh, partial_gradient: bool
+) -> _Local:
+    if isinstance(placement, Shard):
+        rows = _own_rows(style.parts, mesh) if style is not None and style.parts else None
+        return _Local(placement, rows=rows, dim=placement.dim)
+    adds_once = style is not None and style.how == "row" and parameter_name == "bias"
+    gradient = Partial() if partial_gradient else Replicate()
+    return _Local(gradient, zero=adds_once and mesh.get_local_rank() > 0)
+
+
+def _own_rows(parts: tuple[int, ...], mesh: DeviceMesh) -> Tensor:
+    """Return the rows of a fused layer that belong to this rank's heads or features, part by part.
+
+    They are on the mesh's device, so that no forward pass has to send them there.
+    """
+    starts = torch.tensor([0, *parts[:-1]]).cumsum(0).tolist()
+    size, rank = mesh.size(), mesh.get_local_rank()
+    rows = [torch.arange(start, start + part).chunk(size)[rank] for start, part in zip(starts, parts, strict=True)]
+    return torch.cat(rows).to(mesh.device_type)
+
+
+def _require_divisible(name: str, parameter: Tensor, placement: Placement, style: Style | None, ranks: int) -> None:
+    sizes = style.parts if style is not None and style.parts else ()
+    if isinstance(placement, Shard):
+        sizes = (*sizes, parameter.shape[placement.dim])
+    for size in sizes:
+        if size % ranks:
+            raise ConfigError(
+                f"{name} has {size} outputs or inputs to divide, which is no multiple of "
+                f"policy.dtensor_cfg.tensor_parallel_size={ranks}."
+            )
+
+
+def _divide_lookup(embedding: nn.Embedding, tensor: TensorParallel) -> None:
+    """Make each rank look up the tokens in its rows, and sum over the ranks into the residual stream."""
+    rows = embedding.weight.shape[0] // tensor.mesh.size()
+    first = rows * tensor.mesh.get_local_rank()
+    padding = embedding.padding_idx
+    # `padding_idx`, the row without a gradient, must count from this rank's first row.
+    embedding.padding_idx = padding - first if padding is not None and 0 <= padding - first < rows else None
+    lookup: Any = embedding
+    lookup.forward = partial(_look_up, embedding.forward, tensor, first, rows)
+
+
+def _look_up(forward: Callable[..., Tensor], tensor: TensorParallel, first: int, rows: int, ids: Tensor) -> Tensor:
+    here = (ids >= first) & (ids < first + rows)
+    found = forward(torch.where(here, ids - first, 0))
+    return tensor.leave(torch.where(here[..., None], found, 0))

@@ -1,1 +1,0 @@
-"""Tensor parallelism of the DTensor backend: plans for layers, and their application."""

@@ -1,0 +1,230 @@
+"""Plans of how tensor-parallel ranks divide the parameters of an architecture.
+
+A plan maps names of modules or parameters, with `*` for layer numbers, to a `Style`. It comes from the user
+(`policy.dtensor_cfg.custom_parallel_plan`), from the table in this module, or from the model's own `tp_plan`. Of the
+styles in `tp_plan` only the divided dimension is used; the rest follows from the rule for blocks in `tensor_parallel`.
+Experts are not in a plan; `expert_parallel` finds them. Shared experts, which most plans of transformers leave out,
+are found by their shape: `shared_experts`.
+"""
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+
+from nemo_rl.models.huggingface.layers import body
+from nemo_rl.models.huggingface.probe_model import CANNOT_BE_MADE
+from nemo_rl.models.huggingface.sizes import head_size
+from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.imports import import_dotted
+
+type How = Literal["column", "row", "vocabulary"]
+"""`column` divides the outputs of a linear layer (or a parameter with one value per head), `row` its inputs, and
+`vocabulary` the rows of an embedding or of the output head."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """Division of a module or a parameter."""
+
+    how: How
+    """The kind of division."""
+    parts: tuple[int, ...] = ()
+    """Numbers of outputs of the layers that a fused `column` layer combines; empty if it is a single layer."""
+    dim: int | None = None
+    """Dimension to divide, for a parameter that is not a linear layer's weight (experts `[E, in, out]`)."""
+
+
+type Plan = Mapping[str, Style]
+
+COLUMN, ROW, VOCABULARY = Style("column"), Style("row"), Style("vocabulary")
+_FROM_TRANSFORMERS: Mapping[str, Style] = {
+    "colwise": COLUMN,
+    "rowwise": ROW,
+    "rowwise_split_input": ROW,
+    "embedding_rowwise": VOCABULARY,
+}
+"""Styles of transformers that divide a parameter, without the styles of experts and of undivided modules."""
+_KNOWN_WHOLE = (
+    "replicated_with_grad_allreduce",
+    "mla_kv_a_proj",
+    "moe_tp_experts",
+    "moe_identity_expert",
+    "packed_colwise",
+    "packed_rowwise",
+    "grouped_gemm",
+    "ep_router",
+    "ep_dispatch_experts",
+    "sequence_parallel",
+    "all_reduce",
+)
+_DOWN = ("down_proj", "w2", "fc2", "c_proj", "output_linear", "dense_4h_to_h", "wo")
+"""Names that architectures give to the last linear layer of a feed-forward layer."""
+_MLA = {"q_proj": COLUMN, "q_b_proj": COLUMN, "kv_b_proj": COLUMN, "o_proj": ROW}
+_ATTENTION = {"q_proj": COLUMN, "k_proj": COLUMN, "v_proj": COLUMN, "o_proj": ROW}
+
+
+def _deepseek(config: Any) -> dict[str, Style]:
+    return {f"layers.*.self_attn.{name}": style for name, style in _MLA.items()}
+
+
+def _gpt_oss(config: Any) -> dict[str, Style]:
+    return {f"layers.*.self_attn.{name}": style for name, style in (_ATTENTION | {"sinks": COLUMN}).items()}
+
+
+def _phi3(config: Any) -> dict[str, Style]:
+    head_dim = head_size(config)
+    queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    return {
+        "layers.*.self_attn.qkv_proj": Style("column", (queries, keys, keys)),
+        "layers.*.self_attn.o_proj": ROW,
+        "layers.*.mlp.gate_up_proj": Style("column", (config.intermediate_size, config.intermediate_size)),
+        "layers.*.mlp.down_proj": ROW,
+    }
+
+
+def _llama4(config: Any) -> dict[str, Style]:
+    """Divide each expert like a feed-forward layer; all experts see every token, in parameters `[E, in, out]`."""
+    experts, width = "layers.*.feed_forward.experts", config.intermediate_size
+    return {
+        f"{experts}.gate_up_proj": Style("column", (width, width), dim=2),
+        f"{experts}.down_proj": Style("row", dim=1),
+    }
+
+
+OWN: Mapping[str, Callable[[Any], dict[str, Style]]] = {
+    "deepseek_v3": _deepseek,
+    "gpt_oss": _gpt_oss,
+    "llama4_text": _llama4,
+    "phi3": _phi3,
+}
+"""Additions to the model's own plan, by `model_type`; names are those of the decoder body."""
+
+
+def plan_for(hf: PreTrainedModel, custom: str | None = None) -> dict[str, Style]:
+    """Return the plan of a model, by the names of its parameters.
+
+    Args:
+        hf: the model; only its class and configuration are read.
+        custom: dotted path of a plan of the layers, or of a function that takes the model's configuration and returns
+            one. Its values are `Style`s or the names that transformers uses ("colwise", "rowwise").
+
+    Raises:
+        ConfigError: there is no plan, or it has an unknown style.
+    """
+    if custom is not None:
+        given = import_dotted(
+            custom,
+            ConfigError,
+            f"policy.dtensor_cfg.custom_parallel_plan={custom!r}",
+            "Give the dotted path of a mapping from module names to styles, or of a function that returns one.",
+        )
+        return _read(given(hf.config) if callable(given) else given, custom) | _vocabulary(hf)
+    prefix = f"{next(name for name, module in hf.named_modules() if module is body(hf))}."
+    own = OWN.get(hf.config.get_text_config().model_type)
+    added = {prefix + name: style for name, style in own(hf.config.get_text_config()).items()} if own else {}
+    brought = {name: style for name, style in (hf.tp_plan or {}).items() if name not in added}
+    plan = _read(brought, type(hf).__name__) | added
+    if not any(style.how == "row" for style in plan.values()):
+        raise ConfigError(
+            f"{type(hf).__name__} brings no tensor-parallel plan, so its layers cannot be divided. Set "
+            "policy.dtensor_cfg.tensor_parallel_size=1, or give policy.dtensor_cfg.custom_parallel_plan: a mapping "
+            "from names such as 'model.layers.*.self_attn.q_proj' to 'colwise' or 'rowwise'."
+        )
+    return plan | _vocabulary(hf)
+
+
+def plan_for_configuration(config: PretrainedConfig, custom: str | None = None, *, scores: bool = False) -> Plan:
+    """Return `plan_for` without weights: the model is made on the meta device (one second for 70B parameters).
+
+    Args:
+        config: configuration of the model.
+        custom: as in `plan_for`.
+        scores: whether the model has a scalar head.
+
+    Raises:
+        ConfigError: there is no plan, or transformers cannot make such a model.
+    """
+    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    try:
+        with torch.device("meta"):
+            model = kind.from_config(config)
+    except (*CANNOT_BE_MADE, KeyError, IndexError) as error:
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(f"{kind.__name__} makes no model of the type {config.model_type}: {said}") from error
+    return plan_for(model, custom)
+
+
+def shared_experts(hf: PreTrainedModel, blocks: Iterable[str], planned: Collection[str]) -> dict[str, Style]:
+    """Return styles for feed-forward layers of blocks that no plan names: the shared experts of mixtures.
+
+    Ranks sum the outputs of a block, so every term of that sum must be divided. A feed-forward layer is recognized by
+    its two or more linear layers: one maps from an inner width to the model's width, and the others map to the inner
+    width, or to twice the inner width if they are fused.
+
+    Args:
+        hf: the model.
+        blocks: names of the modules whose outputs ranks sum.
+        planned: names of modules and parameters in them that are divided already, or are experts.
+    """
+    found: dict[str, Style] = {}
+    for block in blocks:
+        for name, module in hf.get_submodule(block).named_modules(prefix=block):
+            is_part = any(name == other or name.startswith(f"{other}.") for other in planned)
+            has_part = any(other.startswith(f"{name}.") for other in planned)
+            if not (is_part or has_part or name == block):
+                found |= {f"{name}.{child}": style for child, style in _feed_forward(hf, module).items()}
+    return found
+
+
+def _feed_forward(hf: PreTrainedModel, module: nn.Module) -> dict[str, Style]:
+    """Return the styles of the linear layers of a module; empty if it is not a feed-forward layer."""
+    width = getattr(hf.config.get_text_config(), "hidden_size", None)
+    linear = {name: child for name, child in module.named_children() if hasattr(child, "out_features")}
+    down = [name for name, child in linear.items() if child.out_features == width]
+    if len(down) > 1:  # the inner width equals the model's
+        down = [name for name in down if name in _DOWN]
+    if len(linear) < 2 or len(down) != 1:
+        return {}
+    inner = int(linear[down[0]].in_features)  # type: ignore[arg-type]
+    styles: dict[str, Style] = {down[0]: ROW}
+    for name, child in linear.items():
+        if name == down[0]:
+            continue
+        if child.in_features != width or child.out_features not in (inner, 2 * inner):
+            return {}
+        styles[name] = COLUMN if child.out_features == inner else Style("column", (inner, inner))
+    return styles
+
+
+def style_of(name: str, plan: Plan) -> Style | None:
+    """Return the style of a module or parameter name; None if the plan does not contain it."""
+    return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+
+
+def _read(plan: Mapping[str, Any], owner: str) -> dict[str, Style]:
+    """Convert styles of transformers; heads and embeddings are left out, because `_vocabulary` divides them."""
+    read = {}
+    for name, style in plan.items():
+        known = style if isinstance(style, Style) else _FROM_TRANSFORMERS.get(style)
+        is_head = style == "colwise_gather_output" and "layers" not in name
+        if known is None and style not in _KNOWN_WHOLE and not is_head:
+            raise ConfigError(
+                f"the tensor-parallel plan of {owner} divides {name!r} as {style!r}, which is not known here. Use "
+                f"{', '.join(_FROM_TRANSFORMERS)}, or a nemo_rl.models.dtensor.tensor_plans.Style."
+            )
+        if known is not None:
+            read[name] = known
+    return read
+
+
+def _vocabulary(hf: PreTrainedModel) -> dict[str, Style]:
+    """Return styles for the input embedding and the output head; a scoring head has no vocabulary."""
+    names = {id(module): name for name, module in hf.named_modules()}
+    ends = (hf.get_input_embeddings(), hf.get_output_embeddings())
+    return {names[id(module)]: VOCABULARY for module in ends if module is not None and id(module) in names}

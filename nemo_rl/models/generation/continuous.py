@@ -1,0 +1,298 @@
+"""Decode rows that come and go between steps, with a cache that holds their tokens (continuous batching).
+
+    waiting ─► admitted: read whole ─┐
+    active:  read their last token ──┴─► one pass ─► draws ─► finished rows leave, and free their room
+       ▲                                               │
+       └── the cache is full: the newest row waits ◄───┘
+
+Rows that begin alike share the cached tokens of their beginning. Orca (Yu et al. 2022) describes the schedule, and vLLM
+(Kwon et al. 2023, arXiv:2309.06180) the preemption of the newest row, which later reads its tokens again.
+
+Give the tokens of rows places in a key-value cache. Each token has a place of its own, so nothing is lost to padding or
+blocks. A row that begins like another one, which runs or has ended, holds the same places for the common tokens, and
+does not read them again. Places of ended rows are taken when no other is free, those of the longest ended row first.
+Every rank of an engine has such a cache. Invariant: the same calls give the same places on all ranks.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
+from typing import NamedTuple, override
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nemo_rl.host.device import to_device
+from nemo_rl.models.attention import AttentionPlan, Piece
+from nemo_rl.models.attention.kernels import CachedPass, KeysAndValues
+from nemo_rl.models.generation.engine_load import EngineLoad
+from nemo_rl.models.generation.interfaces import EngineSettings
+from nemo_rl.models.generation.rows import RowsEngine
+from nemo_rl.models.generation.stepped import Finished
+from nemo_rl.utils.errors import GenerationError
+
+MOST_ENDED = 256
+"""Ended rows whose tokens are kept; a new row is compared with each."""
+
+
+class Cost(NamedTuple):
+    """Tokens and places that a row takes when it enters."""
+
+    num_new: int
+    """Tokens that it has to read."""
+    room: int
+    """Places that no running row holds yet."""
+
+
+@dataclass
+class _Held:
+    """Tokens of a row and their places; the first `num_read` tokens have keys and values."""
+
+    tokens: NDArray[np.int32]
+    places: NDArray[np.int64]
+    num_read: int
+
+
+class TokenCache:
+    """Places of the tokens of rows.
+
+    Args:
+        num_places: tokens that the cache has room for.
+        device: where the keys and values are.
+
+    Attributes:
+        num_places: tokens that the cache has room for.
+        room: number of places that no running row holds.
+    """
+
+    def __init__(self, num_places: int, device: torch.device) -> None:
+        self.num_places = self.room = num_places
+        self._device = device
+        self._free = np.arange(num_places)[::-1].copy()
+        """Places that no row holds, the first `_num_free` ones; the last of these is taken next."""
+        self._num_free = num_places
+        self._holders, self._users = np.zeros((2, num_places), np.int32)
+        """How many rows hold each place, and how many of them run."""
+        self._running: dict[str, _Held] = {}
+        self._ended: dict[str, _Held] = {}
+        """Longest ended or unused first."""
+        self._layers: dict[int, KeysAndValues] = {}
+
+    def cost(self, token_ids: Sequence[int]) -> Cost:
+        """Return what a row with these tokens would take."""
+        other, length = self._longest_start(np.array(token_ids, np.int32))
+        num_new = len(token_ids) - length
+        unused = 0 if other is None else np.count_nonzero(self._users[self._held(other).places[:length]] == 0)
+        return Cost(num_new, num_new + int(unused))
+
+    def enter(self, row: str, token_ids: Sequence[int]) -> int:
+        """Give places to the tokens of a new row; return how many need not be read, all but one at most."""
+        tokens = np.array(token_ids, np.int32)
+        other, length = self._longest_start(tokens)
+        places = np.empty(0, np.int64) if other is None else self._held(other).places[:length]
+        if other in self._ended:
+            self._ended[other] = self._ended.pop(other)
+        self.room -= int(np.count_nonzero(self._users[places] == 0))
+        self._users[places] += 1
+        self._holders[places] += 1
+        self._running[row] = _Held(tokens[:length], places, length)
+        self._extend(self._running[row], tokens[length:])
+        return length
+
+    def leave(self, rows: Iterable[str]) -> None:
+        """Let rows end; their tokens stay until their places are needed."""
+        for row in rows:
+            held = self._ended[row] = self._running.pop(row)
+            self._users[held.places] -= 1
+            self.room += int(np.count_nonzero(self._users[held.places] == 0))
+        while len(self._ended) > MOST_ENDED:
+            self._drop_oldest()
+
+    def clear(self) -> None:
+        """Forget all rows, because the weights have changed."""
+        self.leave(list(self._running))
+        while self._ended:
+            self._drop_oldest()
+
+    def release(self) -> None:
+        """Free the memory if no row runs; the next pass allocates it again."""
+        if not self._running:
+            self.clear()
+            self._layers.clear()
+
+    def read(self, rows: Mapping[str, Sequence[int]]) -> CachedPass:
+        """Append tokens to running rows, and describe the pass that reads all their new tokens.
+
+        Args:
+            rows: tokens to append to each row; none if it has just entered.
+        """
+        for row, token_ids in rows.items():
+            self._extend(self._running[row], np.array(token_ids, np.int32))
+        held = [self._running[row] for row in rows]
+        queries = list(pairwise(accumulate((len(one.places) - one.num_read for one in held), initial=0)))
+        keys = list(pairwise(accumulate((len(one.places) for one in held), initial=0)))
+        described = CachedPass(
+            token_ids=self._on_device([one.tokens[one.num_read :] for one in held]),
+            positions=self._on_device([np.arange(one.num_read, len(one.places)) for one in held]),
+            new=self._on_device([one.places[one.num_read :] for one in held]),
+            seen=self._on_device([one.places for one in held]),
+            plan=AttentionPlan([Piece(*query, *key) for query, key in zip(queries, keys, strict=True)]),
+            last=self._on_device([np.array([stop - 1 for _, stop in queries])]),
+            num_places=self.num_places,
+            layers=self._layers,
+        )
+        for one in held:
+            one.num_read = len(one.places)
+        return described
+
+    def _held(self, row: str) -> _Held:
+        return self._running[row] if row in self._running else self._ended[row]
+
+    def _longest_start(self, tokens: NDArray[np.int32]) -> tuple[str | None, int]:
+        """Return the row with the most first tokens of `tokens`, but not the last one, and their number."""
+        best, length, most = None, 0, len(tokens) - 1
+        for row, held in chain(self._running.items(), self._ended.items()):
+            reach = min(most, len(held.tokens))
+            if reach > length and np.array_equal(held.tokens[: length + 1], tokens[: length + 1]):
+                differ = held.tokens[:reach] != tokens[:reach]
+                best, length = row, int(differ.argmax()) if differ.any() else reach
+        return best, length
+
+    def _extend(self, held: _Held, tokens: NDArray[np.int32]) -> None:
+        count = len(tokens)
+        assert count <= self.room, f"{count} tokens do not fit into {self.room} places"
+        while self._num_free < count:
+            self._drop_oldest()
+        self._num_free -= count
+        self.room -= count
+        places = self._free[self._num_free : self._num_free + count][::-1]
+        self._users[places] = self._holders[places] = 1
+        held.tokens, held.places = np.concatenate([held.tokens, tokens]), np.concatenate([held.places, places])
+
+    def _drop_oldest(self) -> None:
+        """Forget the row that ended or was shared longest ago."""
+        places = self._ended.pop(next(iter(self._ended))).places
+        self._holders[places] -= 1
+        freed = places[self._holders[places] == 0]
+        self._free[self._num_free : self._num_free + len(freed)] = freed[::-1]
+        self._num_free += len(freed)
+
+    def _on_device(self, parts: Sequence[NDArray[np.signedinteger]]) -> torch.Tensor:
+        return to_device(torch.from_numpy(np.concatenate(parts).astype(np.int64, copy=False)), self._device)
+
+
+MOST_ROWS = 256
+"""Most rows in one pass: their scores, `[rows, V]`, are in memory together."""
+MOST_NEW_TOKENS = 8192
+"""Tokens of admitted rows in one pass, whose activations are in memory together; one longer row is read alone."""
+_SPARE = 0.01
+"""Share of the cache that admission leaves free, so that the rows can grow before one has to wait again."""
+
+
+class ContinuousEngine(RowsEngine):
+    """A `RowsEngine` whose cache holds the tokens of any rows.
+
+    Args:
+        settings: context limit and tokenizer.
+        vocab_size: number of token ids that prompts may hold.
+        cache: places of the tokens.
+
+    Raises:
+        GenerationError: a row of the longest length does not fit into the cache.
+    """
+
+    def __init__(self, settings: EngineSettings, vocab_size: int, cache: TokenCache) -> None:
+        super().__init__(settings, vocab_size)
+        if cache.num_places < settings.max_model_len:
+            raise GenerationError(
+                f"The key-value cache has room for {cache.num_places} tokens, but one row may have "
+                f"{settings.max_model_len}. Raise policy.generation.engine.kv_cache_memory_mb (on a GPU without it: "
+                "gpu_memory_utilization), or lower max_model_len."
+            )
+        self._cache = cache
+        self._num_preemptions, self._most_used = 0, 0
+
+    @abstractmethod
+    def read(self, rows: Mapping[str, Sequence[int]]) -> Tensor:
+        """Compute a pass.
+
+        Args:
+            rows: the tokens that each row goes on with; none if it has just entered.
+
+        Returns:
+            `[b, V]` logits after the last token of each row.
+        """
+
+    @abstractmethod
+    def enter(self, row: str, token_ids: Sequence[int]) -> None:
+        """Call `TokenCache.enter` on all ranks."""
+
+    @abstractmethod
+    def leave(self, rows: Sequence[str]) -> None:
+        """Call `TokenCache.leave` on all ranks."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Call `TokenCache.clear` on all ranks."""
+
+    @torch.inference_mode()
+    def step(self) -> list[Finished]:
+        """See `SteppedEngine.step`; an active row has all but its last token in the cache."""
+        is_full = self._make_room()
+        rows = {row.request_id: row.token_ids[-1:] for row in self._active}
+        rows |= {} if is_full else self._admitted()
+        logits_bV = self.read(rows)
+        self._most_used = max(self._most_used, self._cache.num_places - self._cache.room)
+        for row, logits_V in zip(self._active, logits_bV, strict=True):
+            self.extend(row, logits_V)
+        return self.take_finished(list(self._active))
+
+    def _make_room(self) -> bool:
+        """Take out the newest rows until the others can grow by a token; return whether there were any."""
+        taken_out = []
+        while len(self._active) > self._cache.room:
+            taken_out.append(self._active.pop())
+            self.leave([taken_out[-1].request_id])
+        self._waiting[:0] = reversed(taken_out)
+        self._num_preemptions += len(taken_out)
+        return bool(taken_out)
+
+    def _admitted(self) -> dict[str, list[int]]:
+        """Let the first waiting rows enter that there is room for; see `read`."""
+        admitted: dict[str, list[int]] = {}
+        left, most_new = len(self._active) + int(_SPARE * self._cache.num_places), MOST_NEW_TOKENS
+        for row in self._waiting[: MOST_ROWS - len(self._active)]:
+            tokens = row.tokens
+            cost = self._cache.cost(tokens)
+            if self._active and (cost.num_new > most_new or cost.room + left > self._cache.room):
+                break
+            self.enter(row.request_id, tokens)
+            most_new -= cost.num_new
+            self._active.append(row)
+            admitted[row.request_id] = []
+        del self._waiting[: len(admitted)]
+        return admitted
+
+    @override
+    def drop_finished(self) -> None:
+        finished = [row.request_id for row in self._active if row.finish_reason is not None]
+        if finished:
+            self._active = [row for row in self._active if row.finish_reason is None]
+            self.leave(finished)
+
+    def finish_loading(self, *, changed: bool) -> list[str]:
+        """See `SteppedEngine.finish_loading`; unfinished rows are read again."""
+        unbound = self.put_in_force()
+        if changed:
+            self.clear()
+            self._waiting, self._active = self._active + self._waiting, []
+        return unbound
+
+    @override
+    def take_load(self) -> EngineLoad:
+        load = EngineLoad(self._num_preemptions, self._most_used / self._cache.num_places, MOST_ROWS)
+        self._num_preemptions, self._most_used = 0, 0
+        return load

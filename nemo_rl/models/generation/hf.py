@@ -1,0 +1,220 @@
+"""Run a plain Hugging Face model as an `Engine`, which decodes one batch after another.
+
+Run a plain Hugging Face model as an `Engine`, with left-padded batches and the cache of `transformers`.
+
+Decode one batch after another. When the engine is idle, all waiting requests form a batch; later requests wait for the
+next one. The rows of a batch end in the same column and grow together until the last one is finished. The engine is
+simple, small and exact, but slow.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import Any, NamedTuple, override
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from nemo_rl.data.model_rows import RowInputs, completed, forward_arguments, has_position_rule, position_ids
+from nemo_rl.models.accepted_rows import require_parameters
+from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest
+from nemo_rl.models.generation.rows import RowsEngine
+from nemo_rl.models.generation.stepped import Finished
+from nemo_rl.models.huggingface.checkpoint_names import converts, in_memory
+from nemo_rl.models.huggingface.layers import body, decoder_layers, recorded_outputs
+from nemo_rl.models.huggingface.load import hold_in_float32
+from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
+from nemo_rl.models.training.tensor_checks import ANOTHER_COPY, require_finite
+from nemo_rl.utils.errors import ConfigError, GenerationError
+
+
+class FurtherInputs(NamedTuple):
+    """Rows of a batch with their inputs next to the tokens."""
+
+    tokens: list[list[int]]
+    """Prompt and response so far of each row."""
+    column: list[RowInputs]
+    """Inputs of each row."""
+
+
+class BatchedEngine(RowsEngine):
+    """A `RowsEngine` with a cache for one batch; see `RowsEngine` for the arguments."""
+
+    def __init__(self, settings: EngineSettings, vocab_size: int) -> None:
+        super().__init__(settings, vocab_size)
+        self._next_ids: list[int] | None = None
+        """Token ids that the rows read next; None: all their tokens."""
+
+    @property
+    def further_inputs(self) -> FurtherInputs | None:
+        """The inputs of the rows that `read` or `advance` processes; None if no row has any."""
+        column = [row.request.row_inputs for row in self._active]
+        if all(inputs is None for inputs in column):
+            return None
+        return FurtherInputs([row.tokens for row in self._active], completed(column))
+
+    @abstractmethod
+    def read(self, rows: list[list[int]]) -> Tensor:
+        """Start a batch of rows, given by their tokens, and free the previous one; return `[b, V]` next logits."""
+
+    @abstractmethod
+    def advance(self, token_ids: list[int]) -> Tensor:
+        """Read one more token of each row; return `[b, V]` logits of the next one."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Free the batch's cache."""
+
+    @override
+    @torch.inference_mode()
+    def step(self) -> list[Finished]:
+        if not self._active:
+            self._active, self._waiting = self._waiting, []
+        if self._next_ids is None:
+            logits_bV = self.read([row.tokens for row in self._active])
+        else:
+            logits_bV = self.advance(self._next_ids)
+        written = [row for row in self._active if row.finish_reason is None]
+        self._next_ids = [
+            self.extend(row, logits_V) if row.finish_reason is None else row.tokens[-1]
+            for row, logits_V in zip(self._active, logits_bV, strict=True)
+        ]
+        return self.take_finished(written)
+
+    def drop_finished(self) -> None:
+        """See `RowsEngine.drop_finished`; rows stay in the batch until its last one is finished."""
+        if all(row.finish_reason is not None for row in self._active):
+            self._active, self._next_ids = [], None
+            self.forget()
+
+    def finish_loading(self, *, changed: bool) -> list[str]:
+        """See `SteppedEngine.finish_loading`; unfinished rows are read again."""
+        unbound = self.put_in_force()
+        if changed:
+            self._active = [row for row in self._active if row.finish_reason is None]
+            self._next_ids = None
+        return unbound
+
+
+class HfEngine(BatchedEngine):
+    """One Hugging Face model."""
+
+    accepts_inputs = True
+
+    def __init__(self, settings: EngineSettings):
+        self._device = torch.device(settings.device)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            settings.model_name,
+            dtype=getattr(torch, settings.precision),
+            trust_remote_code=False,
+            **settings.hf_overrides,
+        )
+        hold_in_float32(model, model.dtype)
+        fix_rotary_frequencies(model, settings.max_model_len)
+        self._model = model.to(self._device).eval()
+        require_finite(dict(model.named_parameters()), f"the model {settings.model_name}", ANOTHER_COPY)
+        super().__init__(settings, self._model.get_input_embeddings().weight.shape[0])
+        self._cache: DynamicCache | None = None
+        self._mask = self._position_ids = torch.empty(0)
+        self._received: set[str] = set()
+        self._held: dict[str, torch.Tensor] = {}
+
+    def add_request(self, request_id: str, request: GenerationRequest) -> None:
+        """See `SteppedEngine.add_request`; the model's body must have parameters for all inputs of the row."""
+        if request.row_inputs is not None:
+            try:
+                require_parameters(body(self._model), request.row_inputs.argument_names)
+            except ConfigError as error:
+                raise GenerationError(str(error)) from error
+        super().add_request(request_id, request)
+
+    @override
+    def read(self, rows: list[list[int]]) -> torch.Tensor:
+        self._cache = DynamicCache(config=self._model.config)
+        width = max(len(row) for row in rows)
+        input_ids = torch.zeros(len(rows), width, dtype=torch.long)
+        mask = torch.zeros_like(input_ids)
+        for number, row in enumerate(rows):
+            input_ids[number, width - len(row) :] = torch.tensor(row)
+            mask[number, width - len(row) :] = 1
+        self._mask = mask.to(self._device)
+        self._position_ids = (mask.cumsum(-1) - 1).clamp(min=0).to(self._device)
+        further = self.further_inputs
+        if further is None:
+            return self._logits(input_ids)
+        self._place(further, width)
+        arguments = forward_arguments(further.column)
+        return self._logits(input_ids, **{name: values.to(self._device) for name, values in arguments.items()})
+
+    @override
+    def advance(self, token_ids: list[int]) -> torch.Tensor:
+        self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], dim=1)
+        self._position_ids = self._position_ids[..., -1:] + 1
+        if (further := self.further_inputs) is not None:
+            self._place(further, self._mask.shape[1])
+        return self._logits(torch.tensor(token_ids)[:, None])
+
+    def _place(self, further: FurtherInputs, width: int) -> None:
+        """Set the positions of the tokens that are read next, if any row computes its own."""
+        if has_position_rule(further.column):
+            rows = [torch.tensor(tokens) for tokens in further.tokens]
+            num_read = self._position_ids.shape[-1]
+            self._position_ids = position_ids(rows, further.column, width, "left")[..., -num_read:].to(self._device)
+
+    def _logits(self, input_ids: torch.Tensor, **further: torch.Tensor) -> torch.Tensor:
+        output = self._model(
+            input_ids=input_ids.to(self._device),
+            attention_mask=self._mask,
+            position_ids=self._position_ids,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+            **further,
+        )
+        logits_bV: torch.Tensor = output.logits[:, -1]
+        return logits_bV
+
+    @override
+    def forget(self) -> None:
+        self._cache = None
+
+    @override
+    def start_loading(self) -> None:
+        self._received, self._held = set(), {}
+
+    async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """See `Engine.load_tensors`; tensors with another shape in the model are kept until all have arrived."""
+        if converts(self._model):
+            self._held |= {name: tensor.clone() for name, tensor in tensors}
+        else:
+            self._copy(tensors)
+
+    @torch.no_grad()
+    def _copy(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        own = self._model.state_dict()
+        for name, tensor in tensors:
+            if name not in own:
+                raise GenerationError(f"The engine's model has no tensor named {name}.")
+            own[name].copy_(tensor)
+            self._received.add(name)
+
+    def put_in_force(self) -> list[str]:
+        """See `RowsEngine.put_in_force`; tied parameters count once."""
+        self._copy(in_memory(self._model, list(self._held), self._held.pop))
+        expected = {name for name, _ in self._model.named_parameters()}
+        return sorted(expected - self._received)
+
+    @override
+    @torch.inference_mode()
+    async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
+        with recorded_outputs(decoder_layers(self._model)) as outputs:
+            self._model(torch.tensor([token_ids], device=self._device), use_cache=False)
+        return outputs
+
+    @override
+    async def sleep(self) -> None:
+        self._model.to("cpu")
+
+    @override
+    async def wake_up(self) -> None:
+        self._model.to(self._device)

@@ -1,1 +1,0 @@
-"""Hugging Face models as an engine: no extra dependency, for debugging and unsupported architectures."""

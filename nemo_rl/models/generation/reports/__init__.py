@@ -1,1 +1,0 @@
-"""Reports of engines about their work, besides responses."""

@@ -1,0 +1,126 @@
+"""Responses of engines: the tokens that end them, their text, and the continuation of one that has begun.
+
+Continue a response that an earlier run has started. The tokens so far become a part of the prompt. The rest is sampled
+with another seed, because the first one would give the same random numbers again, on which the tokens so far depend.
+Invariant: the joined response has the tokens, log-probabilities and weight versions of both parts, and ends where one
+response would have ended. Its experts (`policy.router_replay`) are those with which the engine read the tokens so far
+again.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from nemo_rl.models.generation.interfaces import (
+    FinishReason,
+    GenerationRequest,
+    GenerationResult,
+    ResponseSoFar,
+)
+from nemo_rl.models.huggingface.load import load_model_config
+from nemo_rl.utils.seed import derive_seed
+
+
+def sampled_text(tokenizer: "PreTrainedTokenizerBase", token_ids: list[int] | NDArray[np.int32]) -> str:
+    """Decode a response without special tokens such as the one that ends a turn."""
+    text = tokenizer.decode(token_ids, skip_special_tokens=True)
+    assert isinstance(text, str), "one sequence gives one text"
+    return text
+
+
+def stop_token_ids(
+    model_name: str,
+    tokenizer_eos: int | None,
+    configured: Sequence[int] | None,
+    config_overrides: dict[str, Any] | None = None,
+) -> tuple[int, ...]:
+    """Return the stop tokens that the tokenizer, the model and the run's configuration name, each once.
+
+    Chat models often end a turn with another token than their tokenizer's end of sequence (Gemma, Llama 3, Phi,
+    Qwen); their generation_config.json lists all of them. Models without that file list them in config.json.
+
+    Args:
+        model_name: local folder or hub id.
+        tokenizer_eos: `eos_token_id` of the tokenizer, if it has one.
+        configured: further ids.
+        config_overrides: changes to the model's Hugging Face config.
+
+    Raises:
+        ConfigError: the model cannot be found.
+    """
+    try:
+        generation = GenerationConfig.from_pretrained(model_name)
+    except OSError:
+        generation = GenerationConfig.from_model_config(load_model_config(model_name, config_overrides))
+    of_model = generation.eos_token_id
+    ids = [] if tokenizer_eos is None else [tokenizer_eos]
+    ids += of_model if isinstance(of_model, list) else [] if of_model is None else [of_model]
+    return tuple(dict.fromkeys([*ids, *(configured or ())]))
+
+
+def rest_of(request: GenerationRequest, so_far: ResponseSoFar) -> GenerationRequest:
+    """Return the request for the rest of a response; without tokens so far, the request itself.
+
+    Args:
+        request: the request for the whole response.
+        so_far: its first part, shorter than `max_new_tokens`.
+    """
+    if not len(so_far):
+        return request
+    return replace(
+        request,
+        prompt_token_ids=request.prompt_token_ids + so_far.token_ids.tolist(),
+        sampling=replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - len(so_far)),
+        seed=derive_seed(request.seed, "continued", len(so_far)),
+    )
+
+
+def joined(
+    so_far: ResponseSoFar, rest: GenerationResult, stops: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> GenerationResult:
+    """Join a response from its two parts; without tokens so far, return the rest.
+
+    Engines look for stop strings in what they sample. So one that begins in the first part is looked for here, and the
+    tokens after it are dropped.
+
+    Args:
+        so_far: the first part.
+        rest: the result of `rest_of`.
+        stops: the stop strings of the request.
+        tokenizer: decodes both parts.
+    """
+    if not len(so_far):
+        return rest
+    end = _end_at_stop(so_far.token_ids.tolist(), rest.token_ids.tolist(), stops, tokenizer)
+    reason: FinishReason = rest.finish_reason if end == len(rest.token_ids) else "stop"
+    kept = ResponseSoFar(
+        rest.token_ids[:end], rest.logprobs[:end], [span for span in rest.weight_versions if span.start < end]
+    )
+    whole = so_far.followed_by(kept)
+    dropped = len(rest.token_ids) - end
+    experts = rest.routed_experts  # its prompt has the tokens so far
+    return GenerationResult(
+        whole.token_ids,
+        whole.logprobs,
+        reason,
+        whole.weight_versions,
+        served_by=rest.served_by,
+        routed_experts=experts if experts is None or not dropped else experts[:-dropped],
+    )
+
+
+def _end_at_stop(so_far: list[int], rest: list[int], stops: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return how many tokens of the rest belong to the response: all, or those up to the first stop string."""
+
+    def has_stop(end: int) -> bool:
+        text = str(tokenizer.decode(so_far + rest[:end]))
+        return any(stop in text for stop in stops)
+
+    if not stops or not has_stop(len(rest)):
+        return len(rest)
+    return bisect_left(range(len(rest)), True, key=has_stop)

@@ -1,1 +1,0 @@
-"""Continue responses that were started before."""

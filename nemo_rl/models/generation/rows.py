@@ -1,0 +1,196 @@
+"""Hold the rows of an engine that draws every token itself: their requests, stops and draws.
+
+Invariant: a row's response depends on its own tokens, inputs and generator only.
+
+Draw tokens from logits with one seeded generator per request, and with the trainer's filters.
+
+Invariant: the returned log-probability is that of the distribution from which the token was drawn.
+"""
+
+from abc import abstractmethod
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, override
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from nemo_rl.distributed.parallel_logprobs import apply_top_k_top_p
+from nemo_rl.models.generation.interfaces import EngineSettings, FinishReason, GenerationRequest, SamplingParams
+from nemo_rl.models.generation.responses import sampled_text
+from nemo_rl.models.generation.stepped import Finished, SteppedEngine
+from nemo_rl.models.training.tensor_checks import not_finite
+from nemo_rl.utils.errors import GenerationError, NonFiniteError
+
+
+def filtered_logprobs(logits_V: torch.Tensor, sampling: SamplingParams, banned: Sequence[int] = ()) -> torch.Tensor:
+    """Compute log-probabilities `[V]` float32 after banned tokens, temperature, top-k and top-p, in that order.
+
+    Temperature 0 (greedy) does not change the distribution; filtered tokens get -inf.
+    """
+    logits_V = logits_V.float()
+    if banned:
+        logits_V = logits_V.index_fill(0, torch.tensor(banned, device=logits_V.device), -torch.inf)
+    if sampling.temperature > 0:
+        logits_V = logits_V / sampling.temperature
+    filtered_V, _ = apply_top_k_top_p(logits_V, sampling.top_k, sampling.top_p)
+    return filtered_V.log_softmax(-1)
+
+
+def bad_word_ids(words: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Encode each word at the beginning of a text and, if its first token then differs, after a space.
+
+    The rule is vLLM's (`SamplingParams.update_from_tokenizer`), so both engines forbid the same tokens.
+    """
+    sequences: list[list[int]] = []
+    for word in words:
+        first: list[int] = tokenizer.encode(word.lstrip(), add_special_tokens=False)
+        spaced: list[int] = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+        sequences.append(first)
+        if len(spaced) == len(first) and spaced[0] != first[0]:
+            sequences.append(spaced)
+    return sequences
+
+
+def banned_tokens(sequences: Sequence[list[int]], written: list[int]) -> list[int]:
+    """Return the tokens that would complete one of the sequences after the written tokens."""
+    return [ids[-1] for ids in sequences if ids[:-1] == written[max(0, len(written) - len(ids) + 1) :]]
+
+
+def draw(
+    logits_V: torch.Tensor, sampling: SamplingParams, generator: torch.Generator, banned: Sequence[int] = ()
+) -> tuple[int, float]:
+    """Draw a token that is not banned; return its id and its log-probability.
+
+    Raises:
+        NonFiniteError: the logits hold NaN or +inf.
+    """
+    logprobs = filtered_logprobs(logits_V, sampling, banned).cpu()
+    if logprobs.isnan().any():
+        raise NonFiniteError("The engine's logits are not finite.")
+    if sampling.temperature == 0:
+        token = int(logprobs.argmax())
+    else:
+        token = int(torch.multinomial(logprobs.exp(), 1, generator=generator))
+    return token, float(logprobs[token])
+
+
+@dataclass
+class Row:
+    """A request and its response so far."""
+
+    request_id: str
+    """Name of the row."""
+    request: GenerationRequest
+    """Prompt and sampling."""
+    generator: torch.Generator
+    """Source of the row's draws."""
+    bad_words: list[list[int]]
+    """Token ids of the texts that are never drawn."""
+    most_tokens: int
+    """Most tokens of the response."""
+    token_ids: list[int] = field(default_factory=list)
+    """The response so far."""
+    logprobs: list[float] = field(default_factory=list)
+    """Log-probabilities of its tokens."""
+    finish_reason: FinishReason | None = None
+    """Why the response ended; None while it goes on."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """The prompt and the response so far."""
+        return self.request.prompt_token_ids + self.token_ids
+
+
+class RowsEngine(SteppedEngine):
+    """A `SteppedEngine` made of a model, which a subclass puts into `_model`, and rows.
+
+    Args:
+        settings: context limit and tokenizer.
+        vocab_size: number of token ids that prompts may hold.
+    """
+
+    _model: Any
+
+    def __init__(self, settings: EngineSettings, vocab_size: int) -> None:
+        super().__init__()
+        self._max_model_len, self._vocab_size = settings.max_model_len, vocab_size
+        self._tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer_name, trust_remote_code=False)
+        self._waiting: list[Row] = []
+        self._active: list[Row] = []
+
+    @abstractmethod
+    def put_in_force(self) -> list[str]:
+        """Complete the loaded weights; return the parameters that received nothing."""
+
+    @abstractmethod
+    def drop_finished(self) -> None:
+        """Free what the finished ones of the active rows hold, as far as possible."""
+
+    @override
+    def add_request(self, request_id: str, request: GenerationRequest) -> None:
+        ids, limit = request.prompt_token_ids, self._max_model_len
+        if not 0 < len(ids) < limit:
+            raise GenerationError(f"A prompt of {len(ids)} tokens does not fit the context of {limit}.")
+        if not all(0 <= token < self._vocab_size for token in ids):
+            raise GenerationError(f"A prompt holds token ids outside 0..{self._vocab_size - 1}.")
+        generator = torch.Generator().manual_seed(request.seed)
+        bad_words = bad_word_ids(request.sampling.bad_words, self._tokenizer)
+        most_tokens = min(request.sampling.max_new_tokens, limit - len(ids))
+        self._waiting.append(Row(request_id, request, generator, bad_words, most_tokens))
+
+    def extend(self, row: Row, logits_V: Tensor) -> int:
+        """Draw the next token of a row, and note whether it ends the response; return the token."""
+        sampling = row.request.sampling
+        token, logprob = draw(logits_V, sampling, row.generator, banned_tokens(row.bad_words, row.token_ids))
+        row.token_ids.append(token)
+        row.logprobs.append(logprob)
+        if token in sampling.stop_token_ids or self._hits_stop_string(row):
+            row.finish_reason = "stop"
+        elif len(row.token_ids) >= row.most_tokens:
+            row.finish_reason = "length"
+        return token
+
+    def _hits_stop_string(self, row: Row) -> bool:
+        if not row.request.sampling.stop_strings:
+            return False
+        text = self._tokenizer.decode(row.token_ids)
+        return any(stop in text for stop in row.request.sampling.stop_strings)
+
+    @override
+    def remove_requests(self, request_ids: Collection[str]) -> list[Finished]:
+        rows = [row for row in (*self._waiting, *self._active) if row.request_id in request_ids]
+        self._waiting = [row for row in self._waiting if row.request_id not in request_ids]
+        for row in rows:
+            row.finish_reason = "abort"
+        return self.take_finished(rows)
+
+    def take_finished(self, rows: Iterable[Row]) -> list[Finished]:
+        """Return the finished ones of the rows, and free what they hold."""
+        self.drop_finished()
+        return [
+            Finished(row.request_id, row.token_ids, row.logprobs, row.finish_reason)
+            for row in rows
+            if row.finish_reason is not None
+        ]
+
+    @override
+    def weights_not_finite(self) -> list[str]:
+        return not_finite(dict(self._model.named_parameters()))
+
+    @override
+    def decode(self, token_ids: list[int]) -> str:
+        return sampled_text(self._tokenizer, token_ids)
+
+    @override
+    def sampled_so_far(self, request_id: str) -> tuple[list[int], list[float]]:
+        row = self._row(request_id)
+        return row.token_ids, row.logprobs
+
+    @override
+    def num_tokens(self, request_id: str) -> int:
+        return len(self._row(request_id).token_ids)
+
+    def _row(self, request_id: str) -> Row:
+        return next(row for row in (*self._active, *self._waiting) if row.request_id == request_id)

@@ -1,0 +1,171 @@
+"""Repair and complete vLLM's CPU build: speculative decoding, expert parallelism, inputs in float8.
+
+Repair what vLLM's CPU build computes wrongly in speculative decoding. Without Triton the build takes C++ functions in
+place of vLLM's kernels. The function that repeats the temperature, top-k and top-p of each request for its proposed
+tokens writes its result into a copy that is then dropped, so logits would be divided by uninitialized memory. A step in
+which no request has proposals fails if one has a top-k. And a draft model's own output head counts as equal to the
+model's: both have been packed, and what is left of their weights, which is nothing, is compared.
+
+A fourth repair belongs to `watch.propose_to_the_end`. vLLM moves a proposal past the end of the context to position 0
+without a place in the cache, and the proposal after it to position 1 with one, over the second token of the prompt.
+Other requests that share the prompt would then get other proposals. Invariant: after these repairs each token is drawn
+from the same distribution as without speculation, and proposals depend on the tokens of a request only.
+
+Add expert parallelism to vLLM's CPU build, whose kernel and communicator do not support it.
+
+`vllm.model_executor.layers.fused_moe.experts.cpu_moe.CPUUnquantizedExperts.apply` ignores `expert_map`: it passes the
+kernel ids among all experts of a layer with the weights of this rank's experts only, so the kernel reads out of bounds.
+`vllm.distributed.device_communicators.cpu_communicator.CpuCommunicator` has none of the two operations that exchange
+tokens between replicas. Invariant: the sum of the results of a stage's ranks equals the result of one rank with all
+experts, and that of a token does not depend on the others.
+
+Round the inputs of vLLM's linear layers to float8 on CPUs, where vLLM's kernels do not. On GPUs the kernels quantize
+the inputs of float8 products, in blocks of 1 x 128 values (DeepSeek-V3). These functions run inside vLLM's worker.
+Experts are computed in one kernel, so their inputs stay as they are.
+"""
+
+from functools import partial, wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from vllm.model_executor.layers.linear import LinearBase
+
+from nemo_rl.models.quantization import BlockFormat, WeightQuantization, rounded
+
+
+def repair_speculation() -> None:
+    """Make the repairs in this process, once; call it on CPUs before vLLM builds its worker."""
+    from vllm.utils import cpu_triton_utils
+    from vllm.v1.sample import rejection_sampler
+    from vllm.v1.spec_decode import llm_base_proposer
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+    functions: Any = cpu_triton_utils
+    sampler: Any = rejection_sampler
+    proposers: Any = llm_base_proposer
+    proposer_class: Any = SpecDecodeBaseProposer
+    if functions._expand_kernel_impl is repeat_for_tokens:
+        return
+    constrain, share_head = sampler.apply_sampling_constraints, proposer_class._maybe_share_lm_head
+    advance = proposers.eagle_step_update_slot_mapping_and_metadata
+
+    def constrain_if_any(logits: torch.Tensor, ends: torch.Tensor, sampling: Any) -> Any:
+        return constrain(logits, ends, sampling) if len(logits) else logits
+
+    def share_head_if_none(proposer: Any, target: torch.nn.Module) -> None:
+        if not getattr(proposer.model, "has_own_lm_head", False):
+            share_head(proposer, target)
+
+    def advance_to_the_end(*, positions_1d: Any, out_clamped_positions: Any, max_model_len: int, **others: Any) -> None:
+        is_behind = positions_1d + 1 >= max_model_len
+        arguments = {"out_clamped_positions": out_clamped_positions, "max_model_len": max_model_len}
+        advance(positions_1d=positions_1d, **arguments, **others)
+        out_clamped_positions.masked_fill_(is_behind, max_model_len - 1)
+
+    functions._expand_kernel_impl = repeat_for_tokens
+    proposers.eagle_step_update_slot_mapping_and_metadata = advance_to_the_end
+    sampler.apply_sampling_constraints = constrain_if_any
+    proposer_class._maybe_share_lm_head = share_head_if_none
+
+
+def repeat_for_tokens(
+    output: torch.Tensor,
+    values: torch.Tensor,
+    ends: torch.Tensor,
+    replace_from: float,
+    replace_to: float,
+    max_num_tokens: int | None = None,
+) -> None:
+    """Write the value of each request to the places of its tokens.
+
+    Args:
+        output: `[T]`, written.
+        values: `[B]`, of the requests.
+        ends: `[B]`, the number of tokens of all requests up to this one.
+        replace_from: a value that is replaced.
+        replace_to: the value in its place.
+        max_num_tokens: has no effect; vLLM's kernel needs it.
+    """
+    counts = torch.diff(ends, prepend=ends.new_zeros(1)).long()
+    output.copy_(values.where(values != replace_from, replace_to).repeat_interleave(counts))
+
+
+def compute_own_experts() -> None:
+    """Let CPU experts use the ids of this process's experts; experts of other ranks add nothing."""
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe  # vLLM also imports it on CPUs only
+
+    experts: Any = cpu_moe.CPUUnquantizedExperts
+    of_all = experts.apply
+
+    @wraps(of_all)
+    def of_own(self: Any, **arguments: Any) -> None:
+        places = arguments["expert_map"][arguments["topk_ids"].long()]  # [T, top-k]; -1: expert of another rank
+        is_own = places >= 0
+        arguments["topk_ids"] = places.clamp(min=0).to(arguments["topk_ids"].dtype)
+        arguments["topk_weights"] = arguments["topk_weights"] * is_own
+        of_all(self, **arguments)
+        if arguments["apply_router_weight_on_input"]:  # top-1: the kernel applies no weight
+            arguments["output"].mul_(is_own)
+
+    experts.apply = of_own
+
+
+def exchange_tokens() -> None:
+    """Let CPU replicas exchange tokens before and after their experts."""
+    from vllm.distributed.device_communicators import cpu_communicator  # vLLM also imports it on CPUs only
+
+    communicator: Any = cpu_communicator.CpuCommunicator
+    communicator.all_gatherv = _all_gatherv
+    communicator.reduce_scatterv = _reduce_scatterv
+
+
+def _all_gatherv(
+    self: Any, input_: torch.Tensor | list[torch.Tensor], dim: int = 0, sizes: list[int] | None = None
+) -> torch.Tensor | list[torch.Tensor]:
+    """Join the rows of all members; see `DeviceCommunicatorBase.all_gatherv`, `sizes` has the rows of each."""
+    assert dim == 0, "tokens are rows"
+    if isinstance(input_, torch.Tensor):
+        return _joined(self, input_, sizes)
+    return [_joined(self, each, sizes) for each in input_]
+
+
+def _joined(communicator: Any, own: torch.Tensor, sizes: list[int] | None) -> torch.Tensor:
+    sizes = sizes or [len(own)] * communicator.world_size
+    joined = own.new_empty((sum(sizes), *own.shape[1:]))
+    for rank, part in enumerate(joined.split(sizes)):
+        if rank == communicator.rank_in_group:
+            part.copy_(own)
+        dist.broadcast(part, communicator.ranks[rank], group=communicator.device_group)
+    return joined
+
+
+def _reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
+    """Sum the rows that are this member's; see `DeviceCommunicatorBase.reduce_scatterv`.
+
+    The parts are added in the order of the members, so the sum for a token does not depend on its row.
+    """
+    assert dim == 0, "tokens are rows"
+    sizes = sizes or [len(input_) // self.world_size] * self.world_size
+    parts = [torch.empty_like(input_) for _ in range(self.world_size)]
+    dist.all_gather(parts, input_.contiguous(), group=self.device_group)
+    own = torch.stack([part.split(sizes)[self.rank_in_group] for part in parts])
+    return own.sum(0)
+
+
+def round_activations(worker: Any, quantization: WeightQuantization) -> int:
+    """Round the inputs of all linear layers with quantized weights from now on; return their number."""
+    model: nn.Module = worker.model_runner.get_model()
+    found = 0
+    for name, module in model.named_modules():
+        if isinstance(module, LinearBase) and quantization.takes(f"{name}.weight", (1, 1)):
+            module.register_forward_pre_hook(partial(_rounded_input, quantization.activation_format))
+            found += 1
+    return found
+
+
+def _rounded_input(block_format: BlockFormat, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    values: Tensor = inputs[0]
+    flat = values.reshape(-1, values.shape[-1])
+    return rounded(flat, block_format).view_as(values), *inputs[1:]

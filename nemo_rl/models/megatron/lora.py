@@ -1,0 +1,401 @@
+"""LoRA in the Megatron backend: low-rank adapters on Megatron Core's linear layers, and their files.
+
+Low-rank adapters on Megatron Core's linear layers, with tensor, sequence, pipeline and context parallelism.
+
+`y = x W^T + (alpha / dim) x A^T B^T`. A layer with divided rows has the same rows of B and the whole A. A layer with
+divided columns has the same columns of A and the whole B. An undivided layer has both whole. The activations between A
+and B have width `dim`, and only these are communicated:
+
+    rows divided       x [s, b, in] A^T, gathered along the sequence (or with summed gradient), then own rows of B
+    columns divided    own columns of x and A, summed, or summed and scattered along the sequence, then B
+
+If tensor-parallel ranks have different tokens (sequence parallelism), a whole A or B has the gradient of its rank's
+tokens only. Such a parameter is marked `sequence_parallel`, and Megatron Core sums its gradient like those of norms. In
+all other cases each rank has the whole gradient of its parameters.
+
+Invariant: base weights never change; values do not depend on the mesh; code outside of this package sees merged
+weights.
+
+Write adapters of Megatron Core's layers in the format of the PEFT library, under Hugging Face names. A layer of
+Megatron Core may stack several hub layers (query, key and value; gate and up). These share its A, and each has its own
+rows of B. A checkpoint holds base and adapters in its tensors, from which a run resumes, and a copy of the adapter in
+`adapter/` for other libraries. Invariant: base plus `adapter/` is the merged model.
+"""
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.extensions.transformer_engine import HAVE_TE, TEColumnParallelLinear, TERowParallelLinear
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from nemo_rl.config.schema.model.megatron import MegatronPeftConfig
+from nemo_rl.files.regular_file import read_text
+from nemo_rl.models.huggingface.folders import ADAPTER_FOLDER, CONFIG_FILE, peft_config, peft_key, write_adapter
+from nemo_rl.models.huggingface.load import torch_dtype
+from nemo_rl.models.megatron.conversion.holdings import Groups, held_tensors
+from nemo_rl.models.megatron.conversion.parts import Part, Rule, global_name
+from nemo_rl.models.megatron.conversion.rules import Rules, rules_for
+from nemo_rl.models.megatron.model.build import unwrap
+from nemo_rl.models.megatron.model.layers import with_output_norm
+from nemo_rl.models.training.low_rank import (
+    ADAPTER_PARAMETERS,
+    generator_of,
+    initial_a,
+    merged,
+    require_moved,
+    select_layers,
+)
+from nemo_rl.models.training.torch_backend import Keep, Write, as_it_is
+from nemo_rl.utils.errors import CheckpointError
+from nemo_rl.weight_sync.exchange import everywhere
+from nemo_rl.weight_sync.parts import ReadableWeights
+
+logger = logging.getLogger(__name__)
+
+SECTION = "policy.megatron_cfg.peft"
+_COLUMN_PARALLEL = (ColumnParallelLinear, *((TEColumnParallelLinear,) if HAVE_TE else ()))
+_ROW_PARALLEL = (RowParallelLinear, *((TERowParallelLinear,) if HAVE_TE else ()))
+
+
+@dataclass
+class Adapter:
+    """Settings of a layer's adapter, without its parameters."""
+
+    name: str
+    """Name of the layer in the whole model."""
+    divided: Literal["rows", "columns"] | None
+    """The dimension of the layer's weight that tensor-parallel ranks divide: its rows (called column-parallel in
+    Megatron Core, which transposes), its columns, or None."""
+    group: dist.ProcessGroup
+    """These ranks."""
+    sequence_parallel: bool
+    """Whether these ranks have different tokens outside of divided layers."""
+    gated: bool
+    """Whether the rows are those of gate above up."""
+    scaling: float
+    """Alpha / dim."""
+    dropout: float
+    """Dropout probability in training."""
+    dropout_position: str
+    """Place of the dropout: on the input (`pre`) or on the output (`post`)."""
+    active: bool = True
+    """False computes the base layer only."""
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """Dimension along which each divided parameter is divided."""
+        return {"rows": {"lora_B": 0}, "columns": {"lora_A": 1}}.get(self.divided or "", {})
+
+    def update(self, x: Tensor, a: Tensor, b: Tensor, training: bool) -> Tensor:
+        """Compute this rank's `(alpha / dim) x A^T B^T`, in the layout of the base layer's output.
+
+        Args:
+            x: input of the base layer.
+            a: this rank's columns of A.
+            b: this rank's rows of B.
+            training: whether dropout is on.
+        """
+        x = x.to(a.dtype)
+        if self.dropout_position == "pre":
+            x = self._dropped(x, training, differs=self.divided == "columns" or self.sequence_parallel)
+        thin = F.linear(x, a)
+        if self.divided == "rows" and self.sequence_parallel:
+            thin = gather_from_sequence_parallel_region(thin, group=self.group)
+        elif self.divided == "rows":
+            thin = copy_to_tensor_model_parallel_region(thin, group=self.group)
+        elif self.divided == "columns" and self.sequence_parallel:
+            thin = reduce_scatter_to_sequence_parallel_region(thin, group=self.group)
+        elif self.divided == "columns":
+            thin = reduce_from_tensor_model_parallel_region(thin, group=self.group)
+        update = F.linear(thin, b)
+        if self.dropout_position == "post":
+            update = self._dropped(update, training, differs=self.divided == "rows" or self.sequence_parallel)
+        return self.scaling * update
+
+    def _dropped(self, x: Tensor, training: bool, *, differs: bool) -> Tensor:
+        """Apply dropout, with different masks on tensor-parallel ranks if `differs`: they hold different values."""
+        if self.dropout == 0.0 or not training:
+            return x
+        if not differs:
+            return F.dropout(x, self.dropout)
+        with get_cuda_rng_tracker().fork():
+            return F.dropout(x, self.dropout)
+
+
+@cache
+def _adapted(linear: Any) -> type[nn.Module]:
+    """Return a class of linear layers with an adapter; `_adapt` changes a layer to this class."""
+    if (parts := getattr(linear, "output_norm", None)) is not None:
+        inner: Any = _adapted(parts[0])
+        return with_output_norm(inner, parts[1])
+
+    class Adapted(linear):
+        adapter: Adapter
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+            out, bias = super().forward(x)
+            if self.adapter.active:
+                update = self.adapter.update(x, self.lora_A, self.lora_B, self.training)
+                out = out + update.to(out.dtype)
+            return out, bias
+
+        def sharded_state_dict(
+            self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+        ) -> dict[str, Any]:
+            """Return Megatron Core's state with the adapter's parameters, which it would otherwise treat as whole."""
+            assert metadata is not None
+            groups = {"tp_group": self.adapter.group, "dp_cp_group": metadata["dp_cp_group"]}
+            if hasattr(linear, "sharded_state_dict"):
+                found = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+            else:
+                kept = self.state_dict(prefix="", keep_vars=True)
+                found = make_sharded_tensors_for_checkpoint(kept, prefix, {}, sharded_offsets, **groups)
+            own = {name: getattr(self, name) for name in ADAPTER_PARAMETERS}
+            found |= make_sharded_tensors_for_checkpoint(own, prefix, self.adapter.dims, sharded_offsets, **groups)
+            if self.adapter.gated:
+                whole, singleton = found[f"{prefix}lora_B"], metadata.get("singleton_local_shards", False)
+                found[f"{prefix}lora_B"] = apply_swiglu_sharded_factory(whole, sharded_offsets, singleton)
+            return found
+
+    return Adapted
+
+
+def apply_lora(
+    chunks: Sequence[nn.Module], hf_config: PretrainedConfig, config: MegatronPeftConfig, seed: int
+) -> list[str]:
+    """Freeze the chunks and put adapters on their linear layers, in place; call it before `optimizer.with_gradients`.
+
+    Args:
+        chunks: the rank's virtual stages, unwrapped.
+        hf_config: Hugging Face configuration of the model.
+        config: the section `policy.megatron_cfg.peft`.
+        seed: run seed.
+
+    Returns:
+        Names of the adapted layers of the whole model, in its order.
+
+    Raises:
+        ConfigError: a pattern matches no linear layer, or no layer is left.
+    """
+    rules = rules_for(hf_config)
+    names = select_layers(linear_layers(rules), config.target_modules, config.exclude_modules, SECTION)
+    for chunk in chunks:
+        model = unwrap(chunk)
+        model.requires_grad_(False)
+        numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
+        for own, module in list(model.named_modules()):
+            name = global_name(own, numbers, 0)
+            if name in names:
+                _adapt(module, name, model.config, config, seed)
+        if model.pre_process:
+            # With a frozen embedding no gradient would flow through recomputed layers or layers without adapters.
+            model.embedding.register_forward_hook(_with_gradient)
+    has_experts = any(rule.expert is not None for rule in rules.by_parameter.values())
+    logger.info(
+        "LoRA: %d adapted layers of Megatron Core%s.",
+        len(names),
+        "; routed experts have no adapters and stay as they are" if has_experts else "",
+    )
+    return names
+
+
+def linear_layers(rules: Rules) -> list[str]:
+    """Return the names of the whole model's linear layers that can have adapters, in model order."""
+    weights = [rule.parameter for rule in rules.by_parameter.values() if rule.expert is None]
+    names = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
+    return [name for name in names if name.rpartition(".")[2].startswith("linear_")]
+
+
+def adapted_modules(chunks: Sequence[nn.Module]) -> dict[str, Any]:
+    """Return this rank's adapted layers by their names in the whole model; empty without LoRA."""
+    modules = (module for chunk in chunks for module in unwrap(chunk).modules())
+    return {module.adapter.name: module for module in modules if isinstance(getattr(module, "adapter", None), Adapter)}
+
+
+def check_adapters_moved(chunks: Sequence[nn.Module]) -> None:
+    """Check after an update that every adapter changes its layer; collective.
+
+    Raises:
+        ConfigError: see `low_rank.require_moved`.
+    """
+    mine = {name: int(module.lora_B.count_nonzero()) for name, module in adapted_modules(chunks).items()}
+    found: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(found, mine)
+    names = dict.fromkeys(name for part in found for name in part)
+    require_moved({name: sum(part.get(name, 0) for part in found) for name in names}, SECTION)
+
+
+class MergedWeights:
+    """Maps parameters to exported weights, with their adapters merged.
+
+    Args:
+        chunks: the rank's virtual stages.
+        dtype: dtype of the exported weights; None keeps their own.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], dtype: torch.dtype | None) -> None:
+        self._adapted = {id(module.weight): module for module in adapted_modules(chunks).values()}
+        self._dtype = dtype
+        self.differ = False
+        """Whether any merged weight so far differs from its base weight in that dtype."""
+
+    def __call__(self, parameter: Tensor) -> Tensor:
+        """Return this rank's shard of a parameter; with an adapter a new tensor, `W + (alpha / dim) B A`."""
+        module = self._adapted.get(id(parameter))
+        if module is None:
+            return parameter.detach()
+        base = parameter.detach()
+        weight = merged(base, module.lora_A, module.lora_B, module.adapter.scaling)
+        if not self.differ:
+            dtype = self._dtype or base.dtype
+            self.differ = not torch.equal(weight.to(dtype), base.to(dtype))
+        return weight
+
+
+def _adapt(module: nn.Module, name: str, options: TransformerConfig, config: MegatronPeftConfig, seed: int) -> None:
+    """Put an adapter on a layer."""
+    layer: Any = module
+    group = Groups.current().tensor
+    divided: Literal["rows", "columns"] | None = None
+    if isinstance(module, _COLUMN_PARALLEL):
+        divided = "rows"
+    elif isinstance(module, _ROW_PARALLEL):
+        divided = "columns"
+    layer.adapter = Adapter(
+        name,
+        divided,
+        group,
+        sequence_parallel=options.sequence_parallel and group.size() > 1,
+        gated=options.gated_linear_unit and name.endswith(".linear_fc1"),
+        scaling=config.alpha / config.dim,
+        dropout=config.dropout,
+        dropout_position=config.dropout_position,
+    )
+    dtype = layer.weight.dtype if config.lora_dtype is None else torch_dtype(config.lora_dtype)
+    rows, columns = layer.weight.shape
+    num_parts, part = (group.size(), group.rank()) if divided == "columns" else (1, 0)
+    whole = initial_a(config.dim, columns * num_parts, config.lora_A_init_method, dtype, generator_of(seed, name))
+    layer.lora_A = nn.Parameter(whole.chunk(num_parts, dim=1)[part].to(layer.weight.device, copy=True).contiguous())
+    layer.lora_B = nn.Parameter(layer.lora_A.new_zeros(rows, config.dim))
+    for parameter_name in ADAPTER_PARAMETERS:
+        parameter, dim = getattr(layer, parameter_name), layer.adapter.dims.get(parameter_name)
+        set_tensor_model_parallel_attributes(parameter, dim is not None, -1 if dim is None else dim, 1)
+        parameter.sequence_parallel = dim is None and layer.adapter.sequence_parallel
+    kind: Any = type(module)
+    module.__class__ = _adapted(kind)
+
+
+def _with_gradient(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() else output
+
+
+def save_adapter(
+    chunks: Sequence[nn.Module],
+    hf_config: PretrainedConfig,
+    config: MegatronPeftConfig,
+    base_name: str,
+    names: Sequence[str],
+    weights_path: Path,
+    keep: Keep = as_it_is,
+) -> Write:
+    """Prepare to write the adapter; all ranks take part, rank 0 writes.
+
+    Args:
+        chunks: the rank's virtual stages, wrapped or not.
+        hf_config: Hugging Face configuration of the model.
+        config: configuration section of the adapters.
+        base_name: `policy.model_name`.
+        names: names of the adapted layers, from `apply_lora`.
+        weights_path: weights folder of the checkpoint.
+        keep: applied to every tensor that will be written.
+    """
+    rules = rules_for(hf_config)
+    tensors = {
+        peft_key(name): keep(f"adapter.{name}", tensor) for name, tensor in _hub_adapters(chunks, rules, names).items()
+    }
+    hub = dict.fromkeys(name for layer in names for name in _hub_layers(rules.by_parameter[f"{layer}.weight"]))
+    fused = any(rule.expert is not None for rule in rules.by_parameter.values())
+    described = peft_config(config, base_name, list(hub), fused_experts=fused)
+    return partial(write_adapter, weights_path / ADAPTER_FOLDER, tensors, described)
+
+
+def check_adapter(weights_path: Path, config: MegatronPeftConfig) -> None:
+    """Refuse a checkpoint whose use of LoRA, or whose LoRA dimension or alpha, differs from the configuration.
+
+    Raises:
+        CheckpointError: names the keys to set.
+    """
+    file = weights_path / ADAPTER_FOLDER / CONFIG_FILE
+    if file.exists() != config.enabled:
+        how, asked = ("with", "true") if file.exists() else ("without", "false")
+        raise CheckpointError(
+            f"{weights_path} was written {how} LoRA. Set policy.megatron_cfg.peft.enabled={asked} to resume, or start "
+            "a new run from its model: export the checkpoint with examples/converters/convert_megatron_to_hf.py and "
+            "set policy.model_name to that folder."
+        )
+    if not config.enabled:
+        return
+    described = json.loads(read_text(file))
+    before = (described["r"], described["lora_alpha"])
+    if before != (config.dim, config.alpha):
+        raise CheckpointError(
+            f"{weights_path} was written with policy.megatron_cfg.peft.dim={before[0]} and alpha={before[1]}, and this "
+            f"run has dim={config.dim} and alpha={config.alpha}. Set them to the former."
+        )
+
+
+def _hub_layers(rule: Rule) -> list[str]:
+    """Return the hub layers that make up the weight of a layer."""
+    return [part.name.removesuffix(".weight") for part in rule.parts]
+
+
+@torch.no_grad()
+def _hub_adapters(chunks: Sequence[nn.Module], rules: Rules, names: Sequence[str]) -> dict[str, Tensor]:
+    """Gather A and B of each hub layer to the CPU, as `<layer>.lora_A` and `<layer>.lora_B`; collective."""
+    modules = adapted_modules(chunks)
+    held: dict[str, Tensor] = {}
+    for name, module in modules.items():
+        held |= {f"{name}.lora_A": module.lora_A, f"{name}.lora_B": module.lora_B}
+    own: dict[str, Rule] = {}
+    for name in names:
+        weight = rules.by_parameter[f"{name}.weight"]
+        a, b = f"{name}.lora_A", f"{name}.lora_B"
+        own[a] = Rule(a, (Part(a),), dim=1 if weight.dim == 1 else None)
+        own[b] = Rule(
+            b,
+            tuple(Part(f"{layer}.lora_B") for layer in _hub_layers(weight)),
+            weight.layout,
+            dim=0 if weight.dim == 0 else None,
+        )
+    device = next(chunks[0].parameters()).device
+    weights = held_tensors(held, replace(rules, by_parameter=own), Groups.current(), device=device)
+    whole = everywhere(ReadableWeights(weights, device), dist.group.WORLD)
+    found = {name: tensor.to("cpu", copy=True) for name, tensor in whole}
+    for name in names:
+        shared, layers = found.pop(f"{name}.lora_A"), _hub_layers(rules.by_parameter[f"{name}.weight"])
+        found |= {f"{layer}.lora_A": shared.clone() for layer in layers}
+    return found

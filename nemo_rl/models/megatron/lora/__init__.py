@@ -1,1 +1,0 @@
-"""LoRA in the Megatron backend: adapter modules and their files."""

@@ -1,0 +1,486 @@
+"""Model families of the Megatron backend, which translate Hugging Face configurations for Megatron Core.
+
+The interface of a model family, and the fields of the decoder that most families share. A family translates a Hugging
+Face configuration into fields of Megatron Core without importing megatron, so that the controller can refuse a model
+before any worker starts. Invariant: a model that Megatron Core cannot express is refused by the name of the field,
+never approximated.
+
+DeepSeek-V3: multi-head latent attention, and experts chosen by groups with a correction bias.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, override
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from nemo_rl.models.huggingface.sizes import head_size
+from nemo_rl.utils.errors import ConfigError
+
+_SCALED_BY_LENGTH = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True)
+class LayerTraits:
+    """Traits of a family's layers that Megatron Core's configuration cannot describe."""
+
+    output_norms: bool = False
+    """Outputs of attention and MLP are normalised before they are added to the residual stream."""
+    two_rotaries: bool = False
+    """Windowed layers and other layers have different rotary frequencies."""
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary position embedding."""
+
+    frequencies: Tensor
+    """`[D / 2]` float32, radians per token; `[D]` with two rotaries, those of windowed layers first."""
+    scaling: float = 1.0
+    """Factor on sine and cosine."""
+
+
+class Family:
+    """Models whose configurations are translated in the same way."""
+
+    model_types: ClassVar[tuple[str, ...]]
+    """Values of `model_type` in transformers."""
+    traits: ClassVar[LayerTraits] = LayerTraits()
+
+    def transformer_fields(self, hf_config: PretrainedConfig) -> dict[str, Any]:
+        """Return the fields of `TransformerConfig`, or `MLATransformerConfig`, that the architecture fixes.
+
+        Raises:
+            ConfigError: Megatron Core cannot express the model; the message names the field and the reason.
+        """
+        raise NotImplementedError
+
+    def model_arguments(self, hf_config: PretrainedConfig) -> dict[str, Any]:
+        """Return the arguments of `GPTModel` that the architecture fixes."""
+        return {
+            "vocab_size": hf_config.vocab_size,
+            "max_sequence_length": hf_config.max_position_embeddings,
+            "share_embeddings_and_output_weights": hf_config.tie_word_embeddings,
+            "position_embedding_type": "rope",
+        }
+
+    def rotary(self, hf_config: PretrainedConfig) -> Rotary | None:
+        """Return the model's rotary embedding; None if the layers have their own."""
+        return rotary_of(hf_config)
+
+    def embedding_scale(self, hf_config: PretrainedConfig) -> float | None:
+        """Return the factor on the token embeddings; None: no factor."""
+        return None
+
+
+def decoder_fields(hf_config: PretrainedConfig) -> dict[str, Any]:
+    """Return the fields of a decoder with RMS norms, gated MLPs and grouped-query attention."""
+    heads, groups = hf_config.num_attention_heads, hf_config.num_key_value_heads
+    require(hf_config, "num_key_value_heads", heads % groups == 0, f"they do not divide the {heads} heads of queries")
+    return {
+        "num_layers": hf_config.num_hidden_layers,
+        "hidden_size": hf_config.hidden_size,
+        "ffn_hidden_size": hf_config.intermediate_size,
+        "num_attention_heads": heads,
+        "num_query_groups": groups,
+        "kv_channels": head_size(hf_config),
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": hf_config.rms_norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": hf_config.attention_dropout,
+    }
+
+
+def window_fields(window: int | None, windowed: Sequence[bool]) -> dict[str, Any]:
+    """Return the fields of sliding windows.
+
+    Args:
+        window: number of keys that a query sees, its own included; None means all.
+        windowed: whether each layer has the window.
+    """
+    if window is None or not any(windowed):
+        return {}
+    return {"window_size": (window - 1, 0), "window_attn_skip_freq": [int(one) for one in windowed]}
+
+
+def windowed_layers(hf_config: PretrainedConfig) -> list[bool]:
+    """Return for each layer of a model with `layer_types` whether it has a sliding window."""
+    require(
+        hf_config,
+        "layer_types",
+        all(kind in ("sliding_attention", "full_attention") for kind in hf_config.layer_types),
+        "only full and sliding attention are known",
+    )
+    windowed = [kind == "sliding_attention" for kind in hf_config.layer_types]
+    sized = hf_config.sliding_window is not None or not any(windowed)
+    require(hf_config, "sliding_window", sized, "layer_types has layers with a window, and it has no size")
+    return windowed
+
+
+def require_choice(hf_config: PretrainedConfig, experts: int, *, normalised: bool) -> None:
+    """Refuse a number of chosen experts that no router can choose or train.
+
+    Args:
+        hf_config: Hugging Face configuration of the model.
+        experts: number of experts in each layer with experts.
+        normalised: whether the weights are a softmax over the chosen experts, which is constant for one expert.
+
+    Raises:
+        ConfigError: the number of chosen experts is not possible, or the router would not be trained.
+    """
+    chosen = hf_config.num_experts_per_tok
+    require(hf_config, "num_experts_per_tok", 1 <= chosen <= experts, f"each layer has {experts} experts")
+    reason = "the weight of one chosen expert is always 1, so its router has no gradient"
+    require(hf_config, "num_experts_per_tok", chosen > 1 or not normalised, reason)
+
+
+def require_no_biases(hf_config: PretrainedConfig, *fields: str) -> None:
+    """Refuse fields that enable biases which a family does not have.
+
+    Raises:
+        ConfigError: one of them is set.
+    """
+    for field in fields:
+        require(hf_config, field, not getattr(hf_config, field, False), "these layers have no biases")
+
+
+def rotary_of(hf_config: PretrainedConfig, layer_type: str | None = None) -> Rotary:
+    """Compute rotary frequencies as transformers does, because Megatron Core hard-codes constants of some scalings.
+
+    Args:
+        hf_config: Hugging Face configuration of the model.
+        layer_type: type of the layers, if frequencies differ by type.
+
+    Raises:
+        ConfigError: the frequencies depend on the length of a sequence, or their type is unknown.
+    """
+    parameters = hf_config.rope_parameters if layer_type is None else hf_config.rope_parameters[layer_type]
+    kind = parameters.get("rope_type", "default")
+    where = "rope_parameters" if layer_type is None else f"rope_parameters.{layer_type}"
+    why = "frequencies would depend on each sequence's length" if kind in _SCALED_BY_LENGTH else "it is unknown"
+    require(hf_config, where, kind in ("default", "linear", "llama3", "yarn"), f"rope_type={kind}: {why}")
+    require(hf_config, where, parameters.get("partial_rotary_factor", 1.0) == 1.0, "all of a head is rotated")
+    width = head_size(hf_config)
+    require(hf_config, "head_dim", width % 2 == 0, f"a head of {width} numbers cannot be rotated in pairs")
+    if kind == "default":
+        return Rotary(1.0 / parameters["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
+    frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"), layer_type=layer_type)
+    return Rotary(frequencies, scaling)
+
+
+def require(hf_config: PretrainedConfig, field: str, holds: bool, reason: str) -> None:
+    """Refuse a model by the name of a field.
+
+    Raises:
+        ConfigError: the condition does not hold.
+    """
+    if not holds:
+        value = getattr(hf_config, field, None)
+        given = f"{field}={value!r}" if value is not None else field
+        raise ConfigError(
+            f"Megatron Core cannot express this {hf_config.model_type} model: {given}. {reason}. "
+            "Train it with policy.dtensor_cfg.enabled=true and policy.megatron_cfg.enabled=false."
+        )
+
+
+class Llama(Family):
+    """Llama 2 and 3, with any scaling of the rotary frequencies that does not depend on the sequence length."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("llama",)
+
+    @override
+    def transformer_fields(self, hf_config: PretrainedConfig) -> dict[str, Any]:
+        require(hf_config, "hidden_act", hf_config.hidden_act == "silu", "Llama's MLP is gated by silu")
+        bias = getattr(hf_config, "attention_bias", False), getattr(hf_config, "mlp_bias", False)
+        require(hf_config, "attention_bias", bias[0] == bias[1], "biases are in all linear layers or in none")
+        return decoder_fields(hf_config) | {"add_bias_linear": bias[0]}
+
+
+class Mistral(Family):
+    """Mistral 7B and its successors; a window, if any, is in all layers."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("mistral",)
+
+    @override
+    def transformer_fields(self, hf_config: PretrainedConfig) -> dict[str, Any]:
+        require(hf_config, "hidden_act", hf_config.hidden_act == "silu", "Mistral's MLP is gated by silu")
+        require_no_biases(hf_config, "attention_bias", "mlp_bias")
+        return decoder_fields(hf_config) | window_fields(hf_config.sliding_window, [True] * hf_config.num_hidden_layers)
+
+
+class Qwen2(Family):
+    """Qwen2 and Qwen2.5: biases of queries, keys and values."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("qwen2",)
+
+    @override
+    def transformer_fields(self, hf_config: PretrainedConfig) -> dict[str, Any]:
+        require(hf_config, "hidden_act", hf_config.hidden_act == "silu", "Qwen's MLP is gated by silu")
+        require_no_biases(hf_config, "mlp_bias")
+        windows = window_fields(hf_config.sliding_window, windowed_layers(hf_config))
+        return decoder_fields(hf_config) | windows | {"add_qkv_bias": True}
+
+
+class Qwen3(Family):
+    """Qwen3: norms of each head's queries and keys."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3",)
+
+    @override
+    def transformer_fields(self, hf_config: PretrainedConfig) -> dict[str, Any]:
+        require(hf_config, "hidden_act", hf_config.hidden_act == "silu", "Qwen's MLP is gated by silu")
+        require_no_biases(hf_config, "attention_bias", "mlp_bias")
+        windows = window_fields(hf_config.sliding_window, windowed_layers(hf_config))
+        return decoder_fields(hf_config) | windows | {"qk_layernorm": True}
+
+
+class Qwen3Moe(Family):
+    """Qwen3-MoE, with a softmax over the chosen experts (`norm_topk_prob`) or over all experts before the choice."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_moe",)
+
+    @override
+    def transformer_fields(self, hf_config: PretrainedConfig) -> dict[str, Any]:
+        require(hf_config, "hidden_act", hf_config.hidden_act == "silu", "Qwen's MLP is gated by silu")
+        require_no_biases(hf_config, "attention_bias", "mlp_bias")
+        require(
+            hf_config, "decoder_sparse_step", hf_config.decoder_sparse_step > 0, "every so many layers have experts"
+        )
+        require_choice(hf_config, hf_config.num_experts, normalised=hf_config.norm_topk_prob)
+        layers = range(hf_config.num_hidden_layers)
+        step, dense = hf_config.decoder_sparse_step, hf_config.mlp_only_layers
+        has_experts = [int(layer not in dense and (layer + 1) % step == 0) for layer in layers]
+        require(hf_config, "mlp_only_layers", any(has_experts), "no layer has experts")
+        return (
+            decoder_fields(hf_config)
+            | window_fields(hf_config.sliding_window, [True] * len(layers))
+            | {
+                "qk_layernorm": True,
+                "num_moe_experts": hf_config.num_experts,
+                "moe_router_topk": hf_config.num_experts_per_tok,
+                "moe_ffn_hidden_size": hf_config.moe_intermediate_size,
+                "moe_layer_freq": has_experts,
+                "moe_router_score_function": "softmax",
+                "moe_router_pre_softmax": not hf_config.norm_topk_prob,
+            }
+        )
+
+
+_EPS_OF_LATENT_NORMS = 1e-6
+
+
+class DeepseekV3(Family):
+    """DeepSeek-V3 and R1; heads for multi-token prediction are not part of the model that is trained."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("deepseek_v3",)
+
+    @override
+    def transformer_fields(self, hf_config: PretrainedConfig) -> dict[str, Any]:
+        self._check(hf_config)
+        fields = decoder_fields(hf_config)
+        fields.pop("kv_channels")
+        return fields | self._attention(hf_config) | self._rotary(hf_config) | self._experts(hf_config)
+
+    def rotary(self, hf_config: PretrainedConfig) -> Rotary | None:
+        """Return None, because the layers have their own rotary embedding."""
+        return None
+
+    def _check(self, hf: PretrainedConfig) -> None:
+        require(hf, "hidden_act", hf.hidden_act == "silu", "DeepSeek's MLP is gated by silu")
+        require_no_biases(hf, "attention_bias", "mlp_bias")
+        require(hf, "rope_interleave", hf.rope_interleave, "rotary dimensions are interleaved")
+        require(hf, "q_lora_rank", hf.q_lora_rank is not None, "queries without a latent would get a norm")
+        require(
+            hf, "num_key_value_heads", hf.num_key_value_heads == hf.num_attention_heads, "each head has its own keys"
+        )
+        require(
+            hf,
+            "rms_norm_eps",
+            hf.rms_norm_eps == _EPS_OF_LATENT_NORMS,
+            f"the norms of the latents have eps {_EPS_OF_LATENT_NORMS}, and all norms share one",
+        )
+        require(hf, "norm_topk_prob", hf.norm_topk_prob, "the weights of the chosen experts are normalised")
+        require(hf, "num_experts_per_tok", hf.num_experts_per_tok > 1, "the weight of one expert is not normalised")
+        require_choice(hf, hf.n_routed_experts, normalised=False)
+        require(
+            hf, "n_shared_experts", bool(hf.n_shared_experts), "layers with experts have at least one for all tokens"
+        )
+        each, rest = divmod(hf.n_routed_experts, hf.n_group)
+        reason = f"the {hf.n_routed_experts} experts are in groups of equal size, of two at least"
+        require(hf, "n_group", rest == 0 and (each > 1 or hf.n_group == 1), reason)
+        ratio = hf.num_experts_per_tok // hf.topk_group
+        require(
+            hf,
+            "num_experts_per_tok",
+            hf.n_group == 1 or ratio == 2,
+            f"a group is scored by its num_experts_per_tok // topk_group = {ratio} best experts, and DeepSeek-V3 "
+            "scores it by two",
+        )
+
+    def _attention(self, hf: PretrainedConfig) -> dict[str, Any]:
+        return {
+            "multi_latent_attention": True,
+            "qk_layernorm": True,
+            "q_lora_rank": hf.q_lora_rank,
+            "kv_lora_rank": hf.kv_lora_rank,
+            "qk_head_dim": hf.qk_nope_head_dim,
+            "qk_pos_emb_head_dim": hf.qk_rope_head_dim,
+            "v_head_dim": hf.v_head_dim,
+        }
+
+    def _rotary(self, hf: PretrainedConfig) -> dict[str, Any]:
+        """Return the fields of plain or YaRN frequencies (Peng et al. 2023, arXiv:2309.00071).
+
+        YaRN's `mscale` also scales the scores.
+        """
+        given = hf.rope_parameters
+        kind = given.get("rope_type", "default")
+        require(hf, "rope_parameters", kind in ("default", "yarn"), f"rope_type={kind} is unknown to latent attention")
+        fields = {"rope_type": "rope", "rotary_base": given["rope_theta"], "mscale_all_dim": 0.0}
+        if kind == "default":
+            return fields
+        mscale, all_dim = given.get("mscale"), given.get("mscale_all_dim")
+        require(hf, "rope_parameters", given.get("attention_factor") is None, "attention_factor follows from mscale")
+        require(hf, "rope_parameters", given.get("truncate", True), "the range of YaRN is rounded to whole dimensions")
+        require(hf, "rope_parameters", bool(mscale) or not all_dim, "mscale_all_dim needs mscale")
+        return fields | {
+            "rope_type": "yarn",
+            "rotary_scaling_factor": given["factor"],
+            "original_max_position_embeddings": given["original_max_position_embeddings"],
+            "beta_fast": given.get("beta_fast") or 32,
+            "beta_slow": given.get("beta_slow") or 1,
+            # transformers uses mscale only together with mscale_all_dim.
+            "mscale": mscale if all_dim else 1.0,
+            "mscale_all_dim": all_dim or 0.0,
+        }
+
+    def _experts(self, hf: PretrainedConfig) -> dict[str, Any]:
+        groups = (
+            {}
+            if hf.n_group == 1
+            else {
+                "moe_router_num_groups": hf.n_group,
+                "moe_router_group_topk": hf.topk_group,
+            }
+        )
+        return groups | {
+            "num_moe_experts": hf.n_routed_experts,
+            "moe_router_topk": hf.num_experts_per_tok,
+            "moe_ffn_hidden_size": hf.moe_intermediate_size,
+            "moe_layer_freq": [int(layer >= hf.first_k_dense_replace) for layer in range(hf.num_hidden_layers)],
+            "moe_shared_expert_intermediate_size": hf.moe_intermediate_size * (hf.n_shared_experts or 0) or None,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
+        }
+
+
+_gelu = partial(F.gelu, approximate="tanh")
+
+
+class Gemma3(Family):
+    """Text models of Gemma 3, and the text part of other models if it is saved as `gemma3_text`."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("gemma3_text",)
+    traits: ClassVar[LayerTraits] = LayerTraits(output_norms=True, two_rotaries=True)
+
+    @override
+    def transformer_fields(self, hf_config: PretrainedConfig) -> dict[str, Any]:
+        gelu = hf_config.hidden_activation == "gelu_pytorch_tanh"
+        require(hf_config, "hidden_activation", gelu, "Gemma's MLP is gated by gelu_pytorch_tanh")
+        require_no_biases(hf_config, "attention_bias", "mlp_bias")
+        causal = not hf_config.use_bidirectional_attention
+        require(hf_config, "use_bidirectional_attention", causal, "attention is causal")
+        capped = hf_config.final_logit_softcapping is not None
+        require(hf_config, "final_logit_softcapping", not capped, "logits are not capped")
+        return (
+            decoder_fields(hf_config)
+            | window_fields(hf_config.sliding_window, windowed_layers(hf_config))
+            | {
+                "activation_func": _gelu,
+                "qk_layernorm": True,
+                "layernorm_zero_centered_gamma": True,
+                "softmax_scale": hf_config.query_pre_attn_scalar**-0.5,
+            }
+        )
+
+    def rotary(self, hf_config: PretrainedConfig) -> Rotary:
+        """Return the frequencies of windowed layers and of the other layers."""
+        both = [rotary_of(hf_config, layer_type) for layer_type in ("sliding_attention", "full_attention")]
+        unscaled = all(rotary.scaling == 1.0 for rotary in both)
+        require(hf_config, "rope_parameters", unscaled, "sine and cosine are not scaled")
+        return Rotary(torch.cat([rotary.frequencies for rotary in both]))
+
+    def embedding_scale(self, hf_config: PretrainedConfig) -> float:
+        """Return `sqrt(hidden_size)`."""
+        return float(hf_config.hidden_size**0.5)
+
+
+_GAIN = 1.702
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """Return `x * sigmoid(1.702 * x)`."""
+    return x * torch.sigmoid(_GAIN * x)
+
+
+class GptOss(Family):
+    """GPT-OSS; in its MLP the gate is clamped above, `up` on both sides, and 1 is added to `up` before gating."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("gpt_oss",)
+
+    @override
+    def transformer_fields(self, hf_config: PretrainedConfig) -> dict[str, Any]:
+        require(hf_config, "attention_bias", hf_config.attention_bias, "biases are in all linear layers or in none")
+        require(hf_config, "swiglu_alpha", hf_config.swiglu_alpha == _GAIN, f"the gain of the gate is {_GAIN}")
+        require_choice(hf_config, hf_config.num_local_experts, normalised=True)
+        return (
+            decoder_fields(hf_config)
+            | window_fields(hf_config.sliding_window, windowed_layers(hf_config))
+            | {
+                "add_bias_linear": True,
+                "softmax_type": "learnable",
+                "activation_func": quick_gelu,
+                "glu_linear_offset": 1.0,
+                "activation_func_clamp_value": hf_config.swiglu_limit,
+                "num_moe_experts": hf_config.num_local_experts,
+                "moe_router_topk": hf_config.num_experts_per_tok,
+                "moe_ffn_hidden_size": hf_config.intermediate_size,
+                "moe_router_score_function": "softmax",
+                "moe_router_pre_softmax": False,
+            }
+        )
+
+
+__all__ = ["FAMILIES", "MODEL_TYPES", "Family", "LayerTraits", "Rotary", "family_of"]
+
+FAMILIES: tuple[Family, ...] = (Llama(), Mistral(), Qwen2(), Qwen3(), Qwen3Moe(), DeepseekV3(), Gemma3(), GptOss())
+MODEL_TYPES = tuple(sorted(name for family in FAMILIES for name in family.model_types))
+"""Supported values of `model_type` in `config.json`; each also has conversion rules (`conversion.layer_rules`)."""
+
+
+def family_of(hf_config: PretrainedConfig) -> Family:
+    """Return the family of a model.
+
+    Args:
+        hf_config: Hugging Face configuration of the model.
+
+    Raises:
+        ConfigError: no family supports its `model_type`.
+    """
+    known = {name: family for family in FAMILIES for name in family.model_types}
+    if hf_config.model_type not in known:
+        raise ConfigError(
+            f"the Megatron backend does not know model_type={hf_config.model_type}; it knows "
+            f"{', '.join(MODEL_TYPES)}. Train this model with policy.dtensor_cfg.enabled=true and "
+            "policy.megatron_cfg.enabled=false."
+        )
+    return known[hf_config.model_type]

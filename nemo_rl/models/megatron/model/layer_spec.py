@@ -1,0 +1,131 @@
+"""Choose the layer specification of a model: Transformer Engine's if it is installed, else a portable one.
+
+Invariant: all layers of a model use the same specification. Both have the same parameters; if Transformer Engine fuses
+a norm into the following linear layer, the norm's weight has another name (`conversion` handles both).
+"""
+
+from typing import Any
+
+from megatron.core.extensions.transformer_engine import (
+    HAVE_TE,
+    TEColumnParallelLinear,
+    TELayerNormColumnParallelLinear,
+    TENorm,
+)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from nemo_rl.models.megatron.model.families import LayerTraits
+from nemo_rl.models.megatron.model.layers import (
+    ExpertRowParallelLinear,
+    PortableAttention,
+    PortableLatentAttention,
+    RMSNorm,
+    TwoRotaryAttention,
+    with_output_norm,
+)
+
+__all__ = ["HAVE_TE", "choose_spec", "mtp_spec"]
+
+
+def choose_spec(
+    config: TransformerConfig, traits: LayerTraits, vp_stage: int | None, *, separate_norms: bool = False
+) -> TransformerBlockSubmodules:
+    """Build the specification of one pipeline stage's layers.
+
+    Args:
+        config: configuration of the model; `transformer_impl` selects the specification.
+        traits: traits of the family.
+        vp_stage: number of the virtual stage; None without virtual stages.
+        separate_norms: do not fuse norms into the following linear layers, because adapters need their inputs.
+    """
+    engine = config.transformer_impl == "transformer_engine"
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=engine, normalization=config.normalization, vp_stage=vp_stage
+    )
+    layers = {id(spec.submodules): spec.submodules for spec in block.layer_specs}.values()
+    for layer in layers:
+        if not engine:
+            _make_portable(layer)
+        elif separate_norms:
+            _separate_norms(layer, TENorm, TELayerNormColumnParallelLinear, TEColumnParallelLinear)
+        _give(layer, traits, TENorm if engine else RMSNorm)
+    if not engine:
+        block.layer_norm = RMSNorm
+    return block
+
+
+def mtp_spec(
+    config: TransformerConfig, layers: TransformerBlockSubmodules, vp_stage: int | None
+) -> MultiTokenPredictionBlockSubmodules | None:
+    """Build the specification of the stage's multi-token-prediction layers; None if it has none.
+
+    Args:
+        config: configuration of the model.
+        layers: specification of the stage's layers; the last one is repeated.
+        vp_stage: number of the virtual stage; None without virtual stages.
+    """
+    if not config.mtp_num_layers:
+        return None
+    engine = config.transformer_impl == "transformer_engine"
+    block = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=engine, vp_stage=vp_stage)
+    if block is not None and not engine:
+        for spec in block.layer_specs:
+            norms = spec.submodules
+            norms.enorm = norms.hnorm = norms.layer_norm = RMSNorm
+    return block
+
+
+def _make_portable(layer: Any) -> None:
+    """Replace modules that do not support sequence parallelism, packed rows or context parallelism."""
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    attention: ModuleSpec = layer.self_attention
+    if attention.module is MLASelfAttention:
+        attention.module = PortableLatentAttention
+    attention.submodules.core_attention = PortableAttention
+    for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+        if getattr(attention.submodules, name, IdentityOp) not in (None, IdentityOp):
+            setattr(attention.submodules, name, RMSNorm)
+    experts = getattr(layer.mlp.keywords["submodules"], "experts", None)
+    if experts is not None:
+        experts.keywords["submodules"].linear_fc2 = ExpertRowParallelLinear
+
+
+_NORMS_OF = {"linear_q_up_proj": "q_layernorm", "linear_kv_up_proj": "kv_layernorm"}
+"""Norms within attention, by the layer that follows them."""
+
+
+def _separate_norms(layer: Any, norm: Any, fused: Any, linear: Any) -> None:
+    """Replace linear layers with a fused norm by a norm and a linear layer.
+
+    Args:
+        layer: submodules of a layer's spec.
+        norm: class of the norms.
+        fused: class of the layers to replace.
+        linear: class of the new linear layers.
+    """
+    attention = layer.self_attention.submodules
+    if getattr(attention, "linear_qkv", None) is fused:
+        attention.linear_qkv, layer.input_layernorm = linear, norm
+    for name, norm_name in _NORMS_OF.items():
+        if getattr(attention, name, None) is fused:
+            setattr(attention, name, linear)
+            setattr(attention, norm_name, norm)
+    mlp = layer.mlp.keywords["submodules"]
+    if getattr(mlp, "linear_fc1", None) is fused:
+        mlp.linear_fc1, layer.pre_mlp_layernorm = linear, norm
+
+
+def _give(layer: Any, traits: LayerTraits, norm: Any) -> None:
+    attention: ModuleSpec = layer.self_attention
+    if traits.two_rotaries:
+        attention.module = TwoRotaryAttention
+    if traits.output_norms:
+        attention.submodules.linear_proj = with_output_norm(attention.submodules.linear_proj, norm)
+        mlp = layer.mlp.keywords["submodules"]
+        mlp.linear_fc2 = with_output_norm(mlp.linear_fc2, norm)

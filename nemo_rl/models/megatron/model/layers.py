@@ -1,0 +1,345 @@
+"""Layers that Megatron Core lacks: attention in torch, linear layers, norms.
+
+Core attention in torch for machines without Transformer Engine, and attention with two sets of rotary frequencies.
+Megatron Core's own `DotProductAttention` supports neither packed rows nor context parallelism, nor values that are
+narrower than keys. Invariant: token i of a sequence sees tokens j <= i of that sequence, within the layer's window.
+
+Divide sequences among context-parallel ranks in Megatron Core's order. Each sequence of `L` tokens is cut into `2 * cp`
+chunks; rank r has chunks r and `2 * cp - 1 - r`, so that all ranks have the same work under a causal mask
+(`megatron.core.utils.get_batch_on_this_cp_rank`). Packed sequences are cut separately. Invariant: `plan` and `order`
+describe the same whole row; selecting gathered keys by `order` gives that row's order.
+
+Linear layers that Megatron Core lacks: whole on every rank, with a copied output, with a norm on the output.
+
+Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1) with correct gradients under sharding.
+Megatron Core's spec without Transformer Engine divides the two down projections over the tensor-parallel ranks. The
+rotary part of the key, an output of one of them, is used by the heads of all ranks, but in the backward pass each rank
+keeps only the gradient of its own heads. In this module every rank has the whole down projections, as with Transformer
+Engine. Under sequence parallelism a rank projects its own tokens and gathers the rotary keys, whose gradients are
+summed in the backward pass. The weights' partial gradients are summed like those of norms.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import pairwise
+from typing import Any, override
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import RowParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from nemo_rl.distributed.ranks.collectives import all_gather
+from nemo_rl.models.attention import AttentionPlan, PackedRow, Piece, Scoring, attend
+from nemo_rl.models.attention.kernels import CachedPass
+
+_PACKED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Cache of rows by the tensor of their boundaries, which is the same for all layers of a microbatch."""
+
+
+@dataclass(frozen=True)
+class DividedRow:
+    """Attention plan and token order of a row that context-parallel ranks divide, for one rank."""
+
+    plan: AttentionPlan
+    """The keys of the whole row that this rank's queries see."""
+    order: Tensor
+    """`[T]` int64, index of each token of the row in the parts of all ranks, laid out rank after rank."""
+
+    def gather(self, key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        """Gather keys `[b, H, t, D]` and values `[b, H, t, D_v]` of all ranks to the whole row, in one collective."""
+        both = all_gather(torch.cat([key, value], dim=-1), 2, group, partial_gradient=True)
+        whole_key, whole_value = both.index_select(2, self.order).split([key.shape[-1], value.shape[-1]], dim=-1)
+        return whole_key, whole_value
+
+
+@lru_cache(maxsize=16)
+def divided_row(length: int, ranks: int, rank: int, device: torch.device) -> DividedRow:
+    """Divide a row that is one sequence of `length` tokens on all ranks together."""
+    return _divide([0, length], ranks, rank, device)
+
+
+def divided_sequences(bounds: Tensor, ranks: int, rank: int) -> DividedRow:
+    """Divide a row of packed sequences.
+
+    Args:
+        bounds: `[S + 1]` int32, start of each sequence in the whole row, and the end of the last.
+        ranks: number of context-parallel ranks.
+        rank: this rank among them.
+    """
+    if bounds not in _PACKED:
+        _PACKED[bounds] = _divide(bounds.tolist(), ranks, rank, bounds.device)
+    row: DividedRow = _PACKED[bounds]
+    return row
+
+
+def _divide(bounds: Sequence[int], ranks: int, rank: int, device: torch.device) -> DividedRow:
+    pieces, order = [], []
+    for start, stop in pairwise(bounds):
+        length = (stop - start) // (2 * ranks)
+        assert length * 2 * ranks == stop - start, f"a sequence of {stop - start} tokens over {ranks} ranks"
+        place = start // ranks
+        for chunk, begin in ((rank, place), (2 * ranks - 1 - rank, place + length)):
+            pieces.append(Piece(begin, begin + length, start, start + (chunk + 1) * length))
+        for chunk in range(2 * ranks):
+            owner = min(chunk, 2 * ranks - 1 - chunk)
+            begin = owner * (bounds[-1] // ranks) + place + (chunk >= ranks) * length
+            order.append(torch.arange(begin, begin + length))
+    return DividedRow(AttentionPlan(pieces), torch.cat(order).to(device))
+
+
+def parameter_device(config: TransformerConfig) -> torch.device:
+    """Return the device on which Megatron Core makes the parameters of a model with this configuration."""
+    return torch.device("cpu" if config.use_cpu_initialization else torch.cuda.current_device())
+
+
+class RMSNorm(nn.Module):
+    """Normalisation `x / rms(x) * w`, or `* (1 + w)` if the configuration centres the weight at zero.
+
+    Computes in float32 or wider and rounds like transformers: `w * (x / rms(x)).to(dtype)`, but the whole product in
+    float32 for `1 + w`. Under sequence parallelism each rank normalises its own tokens and has a partial gradient of
+    the weight, which Megatron Core sums over the tensor-parallel ranks if the parameter is marked for it.
+
+    Args:
+        config: dtype of the weight, sequence parallelism, and centre of the weight.
+        hidden_size: width of the input.
+        eps: added to the mean square.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self._eps, self._centred_at_zero = eps, config.layernorm_zero_centered_gamma
+        fill = torch.zeros if self._centred_at_zero else torch.ones
+        self.weight = nn.Parameter(fill(hidden_size, dtype=config.params_dtype, device=parameter_device(config)))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise `[..., hidden_size]` along the last dimension."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
+        if self._centred_at_zero:
+            return (wide * (1.0 + self.weight.to(wide.dtype))).to(x.dtype)
+        return self.weight * wide.to(x.dtype)
+
+
+class PortableAttention(MegatronModule):
+    """Causal attention of one tensor-parallel rank's heads over padded, packed or divided rows.
+
+    Takes the arguments with which Megatron Core's attention layers build their core attention. Attention sinks
+    (`softmax_type="learnable"`) are the parameter `softmax_offset`, `[heads of the rank]`, as in Transformer Engine.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        self._layer_number = layer_number
+        assert attention_type == "self" and attn_mask_type is AttnMaskType.causal, (attention_type, attn_mask_type)
+        self._groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        self._dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        width = k_channels or config.kv_channels
+        self._scale = width**-0.5 if softmax_scale is None else softmax_scale
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self._window = config.window_size[0] + 1 if windowed else None
+        self.softmax_offset = self._sinks(config.num_attention_heads // self._groups.tp.size())
+
+    def _sinks(self, heads: int) -> Tensor | None:
+        if self.config.softmax_type == "vanilla":
+            return None
+        sinks = torch.zeros(heads, dtype=self.config.params_dtype, device=parameter_device(self.config))
+        if self.config.softmax_type == "off-by-one":
+            return sinks
+        parameter = nn.Parameter(sinks)
+        set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+        return parameter
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: CachedPass | Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Compute the attention of this rank's tokens and heads.
+
+        Args:
+            query: `[t, b, H, D]`, or packed `[t, H, D]`.
+            key: `[t, b, H_kv, D]`, or packed.
+            value: `[t, b, H_kv, D_v]`, or packed.
+            attention_mask: the pass of an engine, whose cache holds earlier tokens (Megatron Core passes on the
+                argument of the model). A tensor is ignored: the mask is causal, and right-padded rows need no other.
+            attn_mask_type: causal.
+            attention_bias: must be None.
+            packed_seq_params: starts of the packed sequences; None for padded rows.
+
+        Returns:
+            `[t, b, H * D_v]`, or packed `[t, H * D_v]`.
+        """
+        assert attention_bias is None and attn_mask_type in (None, AttnMaskType.causal)
+        scoring = Scoring(
+            self._scale, self._window, sinks=self.softmax_offset, dropout=self._dropout if self.training else 0.0
+        )
+        if packed_seq_params is not None:
+            query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+            plan, key, value = self._packed(key, value, packed_seq_params)
+            return attend(query, key, value, plan, scoring)[0].transpose(0, 1).flatten(1)
+        if isinstance(attention_mask, CachedPass):
+            return attention_mask.attend(self._layer_number, query, key, value, scoring)
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        plan, key, value = self._padded(query.shape[2], key, value)
+        return attend(query, key, value, plan, scoring).permute(2, 0, 1, 3).flatten(2)
+
+    def _packed(self, key: Tensor, value: Tensor, packed: PackedSeqParams) -> tuple[AttentionPlan, Tensor, Tensor]:
+        bounds = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+        cp = self._groups.cp
+        if cp.size() == 1:
+            return PackedRow(bounds, packed.max_seqlen_q), key, value
+        row = divided_sequences(bounds, cp.size(), cp.rank())
+        return row.plan, *row.gather(key, value, cp)
+
+    def _padded(self, queries: int, key: Tensor, value: Tensor) -> tuple[AttentionPlan, Tensor, Tensor]:
+        cp = self._groups.cp
+        if cp.size() == 1:
+            return AttentionPlan([Piece(0, queries, 0, key.shape[2])]), key, value
+        row = divided_row(queries * cp.size(), cp.size(), cp.rank(), key.device)
+        return row.plan, *row.gather(key, value, cp)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Return the sinks, divided over the tensor-parallel ranks."""
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self._groups.tp,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
+        return sharded
+
+
+class TwoRotaryAttention(SelfAttention):
+    """Self-attention with different rotary frequencies in windowed layers and other layers, as in Gemma 3.
+
+    The model's rotary embedding has both sets of frequencies, those of windowed layers first; each layer takes its own.
+    """
+
+    def forward(self, *args: Any, rotary_pos_emb: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """See `SelfAttention`; `rotary_pos_emb` is `[T, 1, 1, 2 * D]`."""
+        config = self.config
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, self.layer_number)
+        # Megatron Core repeats the frequencies: [windowed, full, windowed, full], each of D / 2.
+        own = rotary_pos_emb.unflatten(-1, (2, 2, -1))[..., 0 if windowed else 1, :].flatten(-2)
+        return super().forward(*args, rotary_pos_emb=own, **kwargs)
+
+
+class ReplicatedLinear(nn.Module):
+    """A linear layer without bias that is whole on every tensor-parallel rank.
+
+    Args:
+        inputs: width of the input.
+        outputs: width of the output.
+        config: dtype, initialisation and sequence parallelism.
+    """
+
+    def __init__(self, inputs: int, outputs: int, config: TransformerConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(
+            torch.empty(outputs, inputs, dtype=config.params_dtype, device=parameter_device(config))
+        )
+        if config.perform_initialization:
+            assert config.init_method is not None
+            config.init_method(self.weight)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """Map `[..., inputs]` to `[..., outputs]`; return None as the bias, as Megatron Core's linear layers do."""
+        return F.linear(x, self.weight), None
+
+
+class ExpertRowParallelLinear(RowParallelLinear):
+    """A row-parallel layer of an expert whose bias may be added to its output in place.
+
+    If one rank holds a whole expert, Megatron Core's layer returns the output of a custom autograd function that shares
+    its input's storage, and autograd forbids in-place changes of such an output.
+    """
+
+    @override
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        out, bias = super().forward(x)
+        return out if bias is None else out.clone(), bias
+
+
+@cache
+def with_output_norm(linear: type[nn.Module], norm: Any) -> type[nn.Module]:
+    """Return a class of linear layers with a norm on the output, as in Gemma 3 before the residual addition.
+
+    Args:
+        linear: a row-parallel linear class of Megatron Core or Transformer Engine.
+        norm: class of the norm; its weight is `post_layernorm.weight` of the layer.
+    """
+
+    class WithOutputNorm(linear):  # type: ignore[valid-type,misc]
+        output_norm = (linear, norm)
+
+        def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
+            super().__init__(input_size, output_size, config=config, **kwargs)
+            self.post_layernorm = norm(config=config, hidden_size=output_size, eps=config.layernorm_epsilon)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, None]:
+            out, bias = super().forward(x)
+            assert bias is None, "a bias would have to be added before the norm"
+            return self.post_layernorm(out), None
+
+    return WithOutputNorm
+
+
+class PortableLatentAttention(MLASelfAttention):
+    """`MLASelfAttention` with whole down projections."""
+
+    def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        # The constructor accepts no other class for these two layers, so they are replaced afterwards.
+        if config.q_lora_rank is not None:
+            self.linear_q_down_proj = ReplicatedLinear(config.hidden_size, config.q_lora_rank, config)
+        latent_and_rotary = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        self.linear_kv_down_proj = ReplicatedLinear(config.hidden_size, latent_and_rotary, config)
+
+
+_COPIES = "_fp8_workspaces"
+"""Attribute of Transformer Engine's layers: their weights in float8, by name, made in the first pass of an update."""
+
+
+def free_float8_copies(chunks: Iterable[nn.Module]) -> None:
+    """Free the float8 copies of the weights; the next pass makes them again. Other layers have none."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            getattr(module, _COPIES, {}).clear()

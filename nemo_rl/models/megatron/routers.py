@@ -1,0 +1,184 @@
+"""Routers of mixtures of experts in Megatron Core: how they spread tokens, and the replay of recorded choices.
+
+Measure how the tokens of an update are spread over the experts. Counts include all ranks and no padding, so they do not
+depend on how rows are divided into microbatches or among ranks. The auxiliary losses are Megatron Core's own.
+
+Make Megatron Core's routers choose recorded experts. Each router asks its attribute `router_replay` for the choice of
+experts. Megatron Core's own `RouterReplay` needs the experts of every token; `_LayerReplay` takes its place and lets
+the router choose where the engine has reported none. Weights come from the router's own scores, in Megatron Core's own
+code. Invariant: a token without recorded experts gets bit for bit what the router would choose.
+
+Source of the method: Rollout Routing Replay (Ma et al. 2025, arXiv:2510.11370).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from nemo_rl.models.expert_routing import ReplayCounts, load_metrics, require_layers
+from nemo_rl.models.megatron.inputs import Division, RankInputs
+from nemo_rl.utils.errors import ConfigError
+
+
+def routers(chunks: Sequence[Any], *, with_mtp: bool = False) -> list[TopKRouter]:
+    """Return the routers of this rank's layers, if asked with those for multi-token prediction."""
+    found = (module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter))
+    return [router for router in found if with_mtp or not router.is_mtp_layer]
+
+
+class ExpertLoad:
+    """Records the routing of one optimizer update.
+
+    Args:
+        chunks: chunks of this rank; all ranks have the same number of layers and experts in their configuration.
+        division: division of a row's tokens, which says which tokens this rank's routers see.
+        device: device on which the model computes.
+        each_layer: also report the load of each layer.
+    """
+
+    def __init__(
+        self, chunks: Sequence[Any], division: Division, device: torch.device, *, each_layer: bool = False
+    ) -> None:
+        config = chunks[0].config
+        self._each_layer = each_layer
+        self._division = division
+        self._real_N: Tensor | None = None
+        self._counts = torch.zeros(config.num_layers, config.num_moe_experts or 0, dtype=torch.int64, device=device)
+        for router in routers(chunks):
+            router.register_forward_hook(partial(self._count, router.layer_number - 1))
+
+    @contextmanager
+    def watching(self, inputs: RankInputs) -> Iterator[None]:
+        """Record the routers' decisions while the block runs a microbatch, but not in a later recomputation."""
+        self._real_N = inputs.between_layers(self._division).t().flatten()
+        try:
+            yield
+        finally:
+            self._real_N = None
+
+    @torch.no_grad()
+    def _count(self, layer: int, router: Any, args: Any, output: tuple[Tensor, Tensor]) -> None:
+        """Count the choices of a router; `output` is weights and choices, both `[N, E]`."""
+        if self._real_N is not None:
+            self._counts[layer] += (output[1].bool() & self._real_N[:, None]).sum(0)
+
+    def end_update(self) -> dict[str, float]:
+        """Return `expert_load.load_metrics` of the update, equal on all ranks; collective."""
+        dist.all_reduce(self._counts)
+        metrics = load_metrics(self._counts.cpu(), each_layer=self._each_layer)
+        self._counts.zero_()
+        return metrics
+
+
+_CHOOSES_OTHERWISE = ("sinkhorn", "quantile_balancing")
+
+
+class ReplayedRouters:
+    """The routers of this rank's layers, which choose the recorded experts of the current microbatch.
+
+    The experts of a microbatch hold until the next forward pass. So a layer that is computed again in the backward pass
+    gets those of its microbatch only if no other forward pass comes between, that is, with one stage.
+
+    Args:
+        chunks: chunks of this rank.
+        division: division of a row's tokens, which says which tokens this rank's routers see.
+        device: device on which the model computes.
+
+    Raises:
+        ConfigError: the model has no experts, or chooses them in a way that cannot be replayed.
+    """
+
+    def __init__(self, chunks: Sequence[Any], division: Division, device: torch.device) -> None:
+        config = chunks[0].config
+        _require_replayable(config)
+        self.counts = ReplayCounts(device)
+        """Counts the tokens of an update."""
+        self._division, self._of_token = division, config.moe_router_topk
+        layers = _layers_with_experts(config)
+        self._num_layers = len(layers)
+        self._of_layer: list[tuple[int, _LayerReplay]] = []
+        for router in routers(chunks):
+            replay = _LayerReplay()
+            router.router_replay = replay
+            self._of_layer.append((layers.index(router.layer_number - 1), replay))
+
+    def use(self, inputs: RankInputs) -> None:
+        """Replay the experts of a microbatch from now on, until the next call.
+
+        Raises:
+            ConfigError: they are those of another model.
+        """
+        experts = inputs.experts_between_layers(self._division)
+        if experts is not None:
+            require_layers(experts, self._num_layers, self._of_token)
+            experts = experts.transpose(0, 1).flatten(0, 1).long()  # routers see `[t, b]`
+        for layer, replay in self._of_layer:
+            replay.experts = None if experts is None else experts[:, layer]
+
+    def count(self, inputs: RankInputs) -> None:
+        """Count the tokens of a microbatch for the metrics of an update."""
+        self.counts.add(inputs.routed_experts, inputs.real_tokens)
+
+    def stop(self) -> None:
+        """Let the routers choose again."""
+        for _, replay in self._of_layer:
+            replay.experts = None
+
+
+class _LayerReplay:
+    """The `router_replay` of one router."""
+
+    def __init__(self) -> None:
+        self.experts: Tensor | None = None
+        """`[N, k]` int64 of the router's tokens, -1 where the router chooses; None: it chooses all."""
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """Return `[N, k]` scores and experts; see Megatron Core's `RouterReplay`.
+
+        Args:
+            scores: `[N, E]`.
+            topk: experts of a token, k.
+            num_groups: groups of experts, or None.
+            group_topk: groups of a token, or None.
+            default_compute_topk: the router's own choice.
+        """
+        values, own = default_compute_topk(scores, topk, num_groups, group_topk)
+        if self.experts is None:
+            return values, own
+        chosen = torch.where(self.experts < 0, own, self.experts)
+        return scores.gather(1, chosen), chosen
+
+
+def _layers_with_experts(config: Any) -> list[int]:
+    """Return the numbers of the layers with experts, from 0."""
+    every = config.moe_layer_freq
+    has_experts = every if isinstance(every, list) else [number % every == 0 for number in range(config.num_layers)]
+    return [number for number, has in enumerate(has_experts) if has]
+
+
+def _require_replayable(config: Any) -> None:
+    problem = None
+    if not config.num_moe_experts:
+        problem = "the model has no experts"
+    elif config.moe_router_fusion:
+        problem = "moe_router_fusion chooses experts in a fused kernel"
+    elif config.moe_router_load_balancing_type in _CHOOSES_OTHERWISE:
+        problem = f"moe_router_load_balancing_type={config.moe_router_load_balancing_type} chooses experts otherwise"
+    if problem is not None:
+        raise ConfigError(
+            f"policy.router_replay.enabled=true with policy.megatron_cfg: {problem}. Change that key, or set "
+            "policy.router_replay.enabled=false."
+        )
