@@ -2,7 +2,7 @@
 
 One step (`runtime.run.train`): the engines get the current weights, the student answers, the teacher scores the next
 token after every token of the answers, and the student is trained towards these scores. The direction of the divergence
-and the treatment of rare tokens are options of the loss (`losses.distillation`). Invariant: the teacher's weights never
+and the treatment of rare tokens are options of the loss (`losses.supervised`). Invariant: the teacher's weights never
 change.
 """
 

@@ -1,12 +1,10 @@
 """The interface of losses, their names, and losses made from a function of single tokens.
 
-The interface of losses, and their names.
-
 Invariant: all that a worker needs to know about a loss before calling it is an attribute declared here.
 
-Make a loss from a function of single tokens. See `likelihood` and `policy_gradient` for losses written as classes.
-Invariant: mask and denominator are applied here, so whatever the function computes, the result does not depend on
-microbatches, ranks, packing or padding.
+`token_loss` makes a loss from a function of single tokens. See `supervised` and `policy_gradient` for losses written as
+classes. Invariant: mask and denominator are applied here, so whatever the function computes, the result does not depend
+on microbatches, ranks, packing or padding.
 """
 
 import functools

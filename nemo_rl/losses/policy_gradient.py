@@ -1,6 +1,6 @@
 """The policy-gradient loss: GRPO, PPO clip, DAPO, GSPO, CISPO, REINFORCE and their corrections.
 
-It is composed of `objectives`, `kl`, `policy_batch` and `mismatch`. Invariant: every option chooses a
+It is composed of `objectives` and `divergence`. Invariant: every option chooses a
 function once, at construction; `__call__` runs the same lines for all options.
 
     loss = reduce(w * objective(log p, ratio, A)) + beta * reduce(KL to the reference)
@@ -8,7 +8,7 @@ function once, at construction; `__call__` runs the same lines for all options.
 
 `reduce` sums over tokens and divides by the global token count, or by a constant for each sample (Dr.GRPO), or by each
 sample's own length; the last two also divide by the global sample count. The KL term has the full gradient of the
-divergence, score-function part included, see `kl`.
+divergence, score-function part included, see `divergence`.
 
 Legend: `B` samples, `T` predicted positions.
 """
@@ -261,7 +261,7 @@ def positive_nll(batch: PolicyBatch) -> Tensor:
 
 
 def kl_to_reference(batch: PolicyBatch, *, cfg: ClippedPGLossConfig) -> Tensor:
-    """Weighted KL estimate per token; the weight's gradient is the score-function part, see `kl`.
+    """Weighted KL estimate per token; the weight's gradient is the score-function part, see `divergence`.
 
     The weight is `p_now / p_engine` with `use_on_policy_kl_approximation`, else `p_now / stop(p_now)`, which is 1; of
     the token, or the sequence's geometric mean with `sequence_level_kl_weight`.

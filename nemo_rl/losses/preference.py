@@ -160,7 +160,7 @@ class DPOLossConfig:
     sft_average_log_probs: bool
     """Divide a row's log-likelihood by its number of tokens."""
     preference_loss: str = "sigmoid"
-    """Name of the variant, a key of `pair_losses.VARIANTS`."""
+    """Name of the variant, a key of `VARIANTS`."""
     label_smoothing: float = 0.0
     """Share of pairs labelled the wrong way round (sigmoid and robust)."""
     target_margin: float = 0.5
@@ -238,7 +238,7 @@ class DPOLossFn(PreferenceLossFn):
     reward = beta * sum_t (log p - log p_reference);
     loss = w_pref * pair_loss(reward_chosen, reward_rejected) + w_sft * NLL(chosen).
     Where the policy equals the reference the sigmoid loss is ln 2. A variant may average over tokens and
-    leave the reference out, see `pair_losses`.
+    leave the reference out, see `VARIANTS`.
 
     Args:
         cfg: Weights, beta and the name of the variant.

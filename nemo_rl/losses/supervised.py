@@ -6,7 +6,7 @@ Invariant: a token that counts and has probability 0 makes the loss infinite; no
 
 The loss of distillation: the divergence between a teacher's and a student's next-token distributions.
 
-`models.policy.workers.loss_inputs` prepares the student's side; the teacher's top-k logits are part of the batch.
+`models.policy.workers.loss_calls` prepares the student's side; the teacher's top-k logits are part of the batch.
 Invariant: both sides have the temperature that the student samples with, without top-k and top-p; all values are in
 nats, per token of the student's own answer, and divided by the tokens of the global batch.
 

@@ -146,7 +146,7 @@ _MATRIX_OF_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:.*\.)?(?:\w+_proj(?:_
 
 @dataclass(frozen=True)
 class WeightQuantization:
-    """Quantizes weights for engines; see `weight_sync.encoding.Encoding`."""
+    """Quantizes weights for engines; see `weight_sync.exchange.Encoding`."""
 
     block_format: BlockFormat
     """Format of the matrices."""

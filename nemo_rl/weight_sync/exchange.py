@@ -8,7 +8,7 @@ the weights change.
 Invariant: all ranks derive the same steps, with the same slots, from the same descriptions; of the moves each has
 those in which it takes part, in an order that both sides of a move share.
 
-Carry out the moves of a plan (`moves`): trainer ranks give blocks of weights to the ranks that pack them. All blocks of
+Carry out the moves of a plan: trainer ranks give blocks of weights to the ranks that pack them. All blocks of
 a step that go from one rank to another travel as one message. Invariant: both sides of a message place its blocks in
 the order of the plan, so no description travels with them.
 
@@ -185,7 +185,7 @@ class Exchange:
         lanes: Sequence[Parts | None],
         bucket_size_bytes: int,
     ) -> list[Step]:
-        """Plan a stream; collective. Arguments as in `moves`; `packs` is about this rank.
+        """Plan a stream; collective. Arguments as in `plan_steps`; `packs` is about this rank.
 
         Raises:
             WeightSyncError: see `plan_steps`.

@@ -13,7 +13,7 @@ it.
 
 Share weights through CUDA IPC: engine and trainer rank use the same GPU, so the bytes never leave it. Every trainer
 rank packs the bucket on its own GPU and publishes an IPC handle under that GPU's uuid; the engine on the same GPU opens
-it. A buffer is exported once and its mapping is kept, as in `shared_memory`: torch makes new bookkeeping for a storage
+it. A buffer is exported once and its mapping is kept, as with shared memory: torch makes new bookkeeping for a storage
 with each export and frees it only with the storage. Invariant: the sender holds the buffer until it has all receipts.
 
 Send weights by broadcast over a process group of trainer rank 0 and all engines (NCCL or gloo). It is used if engines

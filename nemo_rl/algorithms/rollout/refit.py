@@ -8,7 +8,7 @@ Connects `models.policy` and `models.generation`, which never import each other.
     engines.finish ─► receipts ─► verify: version, tensor count, checksums, nothing left unbound
 
 The first sync of engines of several workers over a collective is done twice: with whole tensors, while the workers
-record what they read, and with only these parts (`weight_sync.lane_choice`).
+record what they read, and with only these parts (`weight_sync.lanes`).
 Every wait has the deadline `cluster.timeouts.weight_sync_s`. An engine that dies is replaced and the sync starts over.
 
 A sync runs in the training thread or, when an engine has died, in the thread that revives it. The latter can happen at

@@ -1,7 +1,7 @@
 """Measure the throughput of a step: tokens and operations per second, per device, and the utilisation of GPUs.
 
 `Session` logs the result under `performance/`, with NeMo RL's names where it has them. Tokens are those of rows without
-padding. Operations follow `models.huggingface.flops`; the time of passes is that of the calls of the policy's ranks, so
+padding. Operations follow `models.huggingface.sizes`; the time of passes is that of the calls of the policy's ranks, so
 it is right also where gradients are computed while the step still samples.
 """
 

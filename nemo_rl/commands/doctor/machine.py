@@ -161,7 +161,7 @@ RAY_PORT = 6379
 def check_shared_memory(request: NodeRequest) -> Finding:
     """Compare the free part of /dev/shm with Ray's object store and other users of shared memory.
 
-    Weights do not count: their transport maps unnamed memory files (`weight_sync.shared_memory`), which are limited
+    Weights do not count: their transport maps unnamed memory files (`weight_sync.transport`), which are limited
     only by the machine's memory. If the object store does not fit into shared memory, Ray starts with it on the disk.
     Ray refuses only explicit sizes above 10 GB, and runs request 1 GiB at most.
     """

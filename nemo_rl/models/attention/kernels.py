@@ -1,9 +1,10 @@
 """Compute attention over the pieces of a plan, or over keys and values that a cache keeps.
 
 Compute attention over the pieces of a plan with the fastest kernel that supports the layer's scoring. Kernels are tried
-in this order: torch's varlen flash attention, the `flash-attn` package if it is installed (`varlen`), and then, piece
-by piece, torch's scaled-dot-product attention, or plain matrix products if scores are capped or the layer has sinks.
-Invariant: the choice changes speed and rounding only; a case that a kernel does not support goes to the next kernel.
+in this order: torch's varlen flash attention, the `flash-attn` package if it is installed (`flash_attn`), and then,
+piece by piece, torch's scaled-dot-product attention, or plain matrix products if scores are capped or the layer has
+sinks. Invariant: the choice changes speed and rounding only; a case that a kernel does not support goes to the next
+kernel.
 
 Attend to tokens of earlier passes, whose keys and values a cache keeps. The tokens of a pass are one row of the model,
 laid end to end whichever sequence they belong to. Invariant: a token sees the tokens of its own sequence up to itself.

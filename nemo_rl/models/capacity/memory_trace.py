@@ -5,10 +5,10 @@ is built and run on torch's meta device. Its tensors have shapes and no storage,
 of any architecture. Attention and experts are replaced by functions that save what the kernels save: attention its
 three inputs and its output, experts the rows of each routed token.
 
-Invariant: byte counts are those of one rank without parallelism; the `memory_plan` of a backend divides them.
+Invariant: byte counts are those of one rank without parallelism; the `mesh_check` of a backend divides them.
 
 Predict memory for one rank of each pipeline stage and take the largest, as all training backends do. A backend's
-`memory_plan` states how its axes divide the counts of `memory_trace`, and which moments a step has. Invariant: bytes
+`mesh_check` states how its axes divide the counts of `memory_trace`, and which moments a step has. Invariant: bytes
 are those of the one rank that needs most.
 """
 

@@ -1,6 +1,6 @@
 """Build the model of a policy section, check and adapt it, and leave its weights in the files.
 
-Afterwards `parallelize.shard` divides it among the ranks and `materialize` reads each rank's part. Invariant: one rank
+Afterwards `parallelize.shard` divides it among the ranks and `lazy_weights` reads each rank's part. Invariant: one rank
 finds unsupported settings on a small probe model, and all ranks refuse them.
 """
 

@@ -10,7 +10,7 @@ logits: `find_transform` compares the two. A model with a head that `huggingface
 forward, on ranks that hold the whole head.
 
 A Hugging Face sequence classifier with one label, whose forward returns a number for each given position. It has the
-same signature as the wrapper in `causal_lm`, so that `backend` can run either. The body computes hidden states; the
+same signature as the wrapper of language models, so that `backend` can run either. The body computes hidden states; the
 scalar head sees only the positions that the inputs name: the last token of each sequence for scores of a reward model,
 the token before each target for values of a critic.
 

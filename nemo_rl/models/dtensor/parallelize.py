@@ -165,7 +165,7 @@ outputs grow with the square of the length, and every attention kernel that `dte
 
 
 class ShardableModel(nn.Module):
-    """Base class of the model wrappers in `causal_lm` and `reward_model`, as `shard` expects them."""
+    """Base class of the model wrappers in `heads`, as `shard` expects them."""
 
     hf: PreTrainedModel
     """The wrapped Hugging Face model."""
@@ -213,7 +213,7 @@ class ShardingSpec:
     recompute: bool | Literal["selective"] = False
     """Recompute activations in the backward pass: all of them, or those that are cheap to compute."""
     compiles: bool | None = None
-    """Compile the decoder layers; None: where `compiled_layers` chooses it."""
+    """Compile the decoder layers; None: where `wants_compiled` chooses it."""
 
     @classmethod
     def of(cls, config: PolicyConfig, device: torch.device) -> "ShardingSpec":
@@ -273,7 +273,7 @@ def hold_in(model: ShardableModel, dtype: torch.dtype) -> None:
 def shard[ModelT: ShardableModel](model: ModelT, meshes: Meshes, spec: ShardingSpec) -> ModelT:
     """Divide layers, then shard decoder layers and root with FSDP2, in place.
 
-    `materialize` later allocates the parameters that are on the meta device.
+    `lazy_weights.materialize` later allocates the parameters that are on the meta device.
 
     A model in float32 with one rank per stage is not changed: there is nothing to shard or to cast, and on one CPU
     core FSDP2's hooks cost a step of a 2-million-parameter model 18 % at 512 tokens (2048 tokens: nothing; a

@@ -171,7 +171,7 @@ class ExpertBalance:
         """Metrics of the update, equal on all ranks; collective.
 
         Returns:
-            The metrics of `expert_load.load_metrics`, and `moe/aux_loss` if there is an auxiliary loss.
+            The metrics of `expert_routing.load_metrics`, and `moe/aux_loss` if there is an auxiliary loss.
         """
         counts = torch.cat(self._counts)
         dist.all_reduce(counts)
@@ -330,7 +330,7 @@ class ReplayedRouters:
 
     def _of_rows(self, experts_btk: Tensor, rows: int) -> Tensor:
         """Return the experts `[N, k]` int64 of the rows of a router, which may be a part of the tokens."""
-        if experts_btk.shape[:2].numel() != rows:  # as `balance.ExpertBalance` divides them
+        if experts_btk.shape[:2].numel() != rows:  # as `ExpertBalance` divides them
             missing = -experts_btk.shape[1] % self._parts
             padded = nn.functional.pad(experts_btk, (0, 0, 0, missing), value=-1)
             experts_btk = padded.chunk(self._parts, 1)[self._part]

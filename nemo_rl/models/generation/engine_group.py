@@ -82,7 +82,7 @@ class EngineGroup(GenerationInterface):
         turn_timeout_s: seconds to wait for another thread in `exclusively`; None is `setup_timeout_s`.
         workers_per_engine: see `EngineSettings.num_workers`; also an attribute.
         silence_s: seconds that an engine with open requests may be silent.
-        num_engines_file: file with the number of engines; see `scaling`. None: all engines run.
+        num_engines_file: file with the number of engines; see `members`. None: all engines run.
     """
 
     def __init__(

@@ -141,13 +141,14 @@ class GenerationResult:
     error: str | None = None
     """Why the engine refused the request; then there are no tokens and no spans."""
     text: str | None = None
-    """Text of the tokens, as `texts.sampled_text` makes it, so that engines decode instead of the controller; None: the
+    """Text of the tokens, as `responses.sampled_text` makes it, so that engines decode instead of the controller; None:
+    the
     reader decodes."""
     served_by: ServedBy | None = None
     """The engine that wrote it; set by the group of engines."""
     answer: ChatAnswer | None = None
     """The answer of a group with `GenerationInterface.reads_chats`, whose tokens are not known: `token_ids` are those
-    of `remote.text_tokenizer`, and `logprobs` are NaN."""
+    of `remote.chats`, and `logprobs` are NaN."""
     scored_by: int | None = None
     """Version of the weights that gave all log-probabilities, if the response was read again; it is newer than
     `weight_versions` where weights were updated before that."""
@@ -408,7 +409,7 @@ class GenerationInterface(ABC):
 
         `num_preemptions` is the sum over the engines, `kv_cache_usage` the largest share in use, and
         `max_running_requests` the smallest number of requests that an engine runs at the same time. With speculative
-        decoding also the rates of `reports.load.SpeculationCounts`.
+        decoding also the rates of `engine_load.SpeculationCounts`.
         """
         return {}
 

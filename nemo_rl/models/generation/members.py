@@ -100,7 +100,7 @@ class Member:
     is_leaving: bool = False
     """It answers its requests and gets no more."""
     is_away: bool = False
-    """It has no processes; see `scaling`."""
+    """It has no processes; see `EngineScaling`."""
     unfinished: dict[str, Pending] = field(default_factory=dict)
     """Requests without an answer."""
     outbox: list[tuple[str, GenerationRequest]] = field(default_factory=list)

@@ -7,7 +7,7 @@ the engine's processes on its machine, in the order of their places.
 Connect a process of an engine with others of it: a socket for the calls of each.
 
     place 0 (runs the engine)             store at MASTER_ADDR:MASTER_PORT           place 1, 2 ... (ranks)
-    enter_engine ────────────────────────── process group (`meeting`) ───────────────────────── enter_engine
+    enter_engine ────────────────────────── process group ─────────────────────────────────── enter_engine
     open_links ───────────────────────── address and key of a socket ───────────────── open_link
     link.call ──────────────────────────────────────────────────────────────────────► link.receive
     answer.result ◄────────────────────────────────────────────────────────────────── link.send

@@ -40,8 +40,8 @@ def copy_model_folder(source: Path, target: Path, dtype: torch.dtype | None = No
     Args:
         source: a folder that `from_pretrained` loads.
         target: created if it does not exist; may be inside `source`.
-        dtype: dtype of floating-point weights but for those that stay float32 (`full_precision`); None copies bit for
-            bit.
+        dtype: dtype of floating-point weights but for those that stay float32 (`stays_float32_in_files`); None copies
+            bit for bit.
     """
     files = sorted(file for file in source.iterdir() if file.is_file())
     target.mkdir(parents=True, exist_ok=True)

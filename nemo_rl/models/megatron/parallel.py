@@ -189,7 +189,7 @@ def start_model_parallel(
     Args:
         layout: sizes of the mesh axes.
         section: `policy.megatron_cfg`.
-        device: device on which this rank computes; on a CPU the process is prepared by `cpu_shim`.
+        device: device on which this rank computes; on a CPU the process is prepared by this file.
         seed: seed of the random states that Megatron Core keeps for dropout.
 
     Raises:

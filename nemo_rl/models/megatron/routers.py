@@ -69,7 +69,7 @@ class ExpertLoad:
             self._counts[layer] += (output[1].bool() & self._real_N[:, None]).sum(0)
 
     def end_update(self) -> dict[str, float]:
-        """Return `expert_load.load_metrics` of the update, equal on all ranks; collective."""
+        """Return `expert_routing.load_metrics` of the update, equal on all ranks; collective."""
         dist.all_reduce(self._counts)
         metrics = load_metrics(self._counts.cpu(), each_layer=self._each_layer)
         self._counts.zero_()

@@ -11,7 +11,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.losses.loss_function import AnyLossFunction
 
 type KeptScores = tuple[list[StoredScores | None], Tensor]
-"""Result of `keep_logprobs`: places of the scores of B rows, and `losses.mismatch.sequence_errors` `[B]` float32."""
+"""Result of `keep_logprobs`: places of the scores of B rows, and `losses.divergence.sequence_errors` `[B]` float32."""
 
 
 class LogprobOutputSpec(TypedDict):
@@ -50,7 +50,7 @@ class TrainResult(TypedDict):
 
     loss: Tensor  # [U] float32, loss of each global batch; 0 without an update
     grad_norm: Tensor  # [U] float32, before clipping; 0 without an update and in eval mode
-    metrics: dict[str, float]  # one value per name, see `metrics.join_updates`; only counts if no update is made
+    metrics: dict[str, float]  # one value per name (`workers.loss_calls.join_updates`); counts alone without an update
     all_mb_metrics: dict[str, list[float]]  # per name, the value of each update
 
 

@@ -8,7 +8,7 @@ Prove before a run starts that a mesh gives the same numbers as one process, on 
 
 All computations run on CPUs, within `TIMEOUT_S`, in child processes whose crash does not affect the driver. Invariant:
 a mesh is accepted only if loss, scores, gradient norm and every gradient agree, and the result depends only on the
-inputs of `known.digest`.
+inputs of `digest`.
 
 Cache of the meshes that have been proven on this machine, for all runs of a user. Each proof is one empty file, named
 by a digest of everything that the proof depends on. Creating it is atomic, so concurrent runs do not conflict.

@@ -3,5 +3,5 @@
     ChatModel (a GenerationInterface) ─► fields: request as JSON ─► connection: HTTP ─► server
                                       ◄─ answers: text, tool calls, numbers of tokens ◄──┘
 
-`text_tokenizer` takes the place of the model's tokenizer, and `check` asks the server before a run starts.
+The tokenizer of `chats` takes the place of the model's tokenizer, and `check` asks the server before a run starts.
 """

@@ -107,7 +107,7 @@ def engine_arguments(settings: EngineSettings, draft_folder: Path | None = None)
 
     Args:
         settings: the library's settings.
-        draft_folder: description of the draft model that is trained with the policy; see `speculation.trained`.
+        draft_folder: description of the draft model that is trained with the policy; see `drafting`.
     """
     speculation = speculation_of(settings.engine_kwargs)
     values: dict[str, Any] = {
@@ -168,7 +168,7 @@ def _draft_has_files(settings: EngineSettings) -> bool:
 
 
 def _reports(settings: EngineSettings) -> dict[str, bool]:
-    """Make vLLM return the experts of tokens, which it does on GPUs only; on CPUs `experts.record` reads them.
+    """Make vLLM return the experts of tokens, which it does on GPUs only; on CPUs `experts` reads them.
 
     It reads them between two steps, when the tokens of a finished request are still in the cache.
     """

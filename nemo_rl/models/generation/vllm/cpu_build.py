@@ -6,8 +6,8 @@ tokens writes its result into a copy that is then dropped, so logits would be di
 which no request has proposals fails if one has a top-k. And a draft model's own output head counts as equal to the
 model's: both have been packed, and what is left of their weights, which is nothing, is compared.
 
-A fourth repair belongs to `watch.propose_to_the_end`. vLLM moves a proposal past the end of the context to position 0
-without a place in the cache, and the proposal after it to position 1 with one, over the second token of the prompt.
+A fourth repair belongs to `drafting.propose_to_the_end`. vLLM moves a proposal past the end of the context to position
+0 without a place in the cache, and the proposal after it to position 1 with one, over the second token of the prompt.
 Other requests that share the prompt would then get other proposals. Invariant: after these repairs each token is drawn
 from the same distribution as without speculation, and proposals depend on the tokens of a request only.
 

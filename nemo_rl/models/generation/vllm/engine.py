@@ -1,9 +1,9 @@
 """Adapt vLLM's in-process engine to the `Engine` protocol, for the CPU and GPU builds.
 
-Arguments (`arguments`), weight loading (`weights`), the other ranks of an engine (`ranks`, `replicas`) and responses
-with a grammar (`grammars`) have their own files. Invariant: unless `logprobs_mode` is changed, log-probabilities are
-those of the sampled distribution, so they agree with a trainer that divides logits by the same temperature; with a
-grammar, they are those without it.
+Arguments (`arguments`), weight loading (`running_model`), the other ranks of an engine (`ranks`, `replicas`) and
+responses with a grammar (`grammars`) have their own files. Invariant: unless `logprobs_mode` is changed,
+log-probabilities are those of the sampled distribution, so they agree with a trainer that divides logits by the same
+temperature; with a grammar, they are those without it.
 """
 
 import logging

@@ -10,7 +10,8 @@ A token's experts are stored at the place of its keys and values in the cache. S
 has its experts, and a place that is used again gets those of its new token. Invariant: the experts of a token are those
 of the pass that wrote its keys and values; after a weight update that recomputes the cache, those of the new weights.
 
-Give responses the experts of their tokens; `record` has them on CPUs, on GPUs vLLM returns them with a response.
+Give responses the experts of their tokens; on CPUs vLLM's worker records them, on GPUs vLLM returns them with a
+response.
 """
 
 from collections.abc import Mapping, Sequence

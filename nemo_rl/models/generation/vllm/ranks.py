@@ -70,7 +70,7 @@ def _build_worker(start: _Start, meeting: Meeting) -> WorkerWrapperBase:
         "vllm_config": start.config,
         "local_rank": meeting.local_place,
         "rank": rank,
-        # It only names segments of shared memory; `meeting.enter_engine` has formed the process group already. A group
+        # It only names segments of shared memory; `enter_engine` has formed the process group already. A group
         # of ranks whose names differ does not use shared memory, so each machine has its own name.
         "distributed_init_method": f"file:///{name_on_machine}",
         "is_driver_worker": rank % parallel.tensor_parallel_size == 0,

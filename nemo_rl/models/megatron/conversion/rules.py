@@ -5,7 +5,7 @@ bundle.
 
 Rules from the hub tensors of each family's layers to the parameters of Megatron Core. To add a family, add an entry to
 `FAMILIES` that calls the functions above it. Rules use the parameter names of Megatron Core's own modules
-(`get_gpt_decoder_block_spec` without Transformer Engine). The module `names` maps the names of Transformer Engine's
+(`get_gpt_decoder_block_spec` without Transformer Engine). `parts` maps the names of Transformer Engine's
 modules to these.
 """
 

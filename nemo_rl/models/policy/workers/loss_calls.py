@@ -2,7 +2,7 @@
 
 Build the inputs that a loss declares in `input_type`, and call the loss on the model's output.
 
-`base.PolicyWorker.train` builds inputs before the forward and calls the loss after it; `lm_policy` checks the keys that
+`rank.PolicyWorker.train` builds inputs before the forward and calls the loss after it; `lm_policy` checks the keys that
 a batch needs. Invariant: losses of one input type receive the same tensors in the same places, whatever the layout, the
 ranks and the backend.
 

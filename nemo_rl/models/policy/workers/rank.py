@@ -10,7 +10,7 @@ Invariant: all ranks make the same sequence of backend calls, because each call 
 microbatches is the same on every rank, and a rank without counted tokens runs them too.
 
 Start the process of one rank: settings, process group, and the backend that the configuration names. A worker process
-builds `PolicyRank` by name. This file only assembles; `base` has the methods of a worker.
+builds `PolicyRank` by name. It only assembles; `PolicyWorker` has the methods of a worker.
 """
 
 import logging

@@ -2,7 +2,7 @@
 
     weights before ─► each microbatch: outputs of modules, log-probabilities, loss ─► gradients ─► weights after
 
-Tensors of the model become fingerprints (`models.training.fingerprints`). Invariant: recording reads what the update
+Tensors of the model become fingerprints (`models.training.tensor_checks`). Invariant: recording reads what the update
 computes and changes none of it.
 """
 
