@@ -1,7 +1,5 @@
 """Parts of the policy gradient: the tensors of a microbatch, policy ratios, importance weights and objectives.
 
-Policy ratios, importance weights and surrogate objectives, per sampled token.
-
 `policy_gradient` picks one ratio, one weight and one objective at construction. Objectives are element-wise losses to
 minimise, to which the caller applies masks, weights and reductions. Invariant: a ratio is differentiable in the current
 log-probabilities and bounded; an importance weight is neither, and 0 where it overflows.

@@ -1,7 +1,5 @@
 """The draft model as a module (an EAGLE-3 head), and its files.
 
-The draft model as a module: an EAGLE-3 head.
-
     hidden states of tapped layers of the policy  ─► fc ─┐
     embedding of the next token                   ───────┴► decoder layers ─► norm ─► lm_head
 
@@ -218,7 +216,7 @@ def read_weights(head: DraftHead, folder: Path) -> None:
     set_model_state_dict(head, read, options=StateDictOptions(full_state_dict=True, strict=False))
 
 
-def prepared(head: DraftHead, optimizer: Optimizer, paths: CheckpointPaths) -> Iterator[Write]:
+def prepared_draft(head: DraftHead, optimizer: Optimizer, paths: CheckpointPaths) -> Iterator[Write]:
     """Yield the writes of the draft model, with copies on one rank; collective.
 
     Args:
@@ -232,7 +230,7 @@ def prepared(head: DraftHead, optimizer: Optimizer, paths: CheckpointPaths) -> I
         yield partial(_write_moments, state, paths.optimizer / MOMENTS)
 
 
-def load(head: DraftHead, optimizer: Optimizer, paths: CheckpointPaths) -> None:
+def load_draft(head: DraftHead, optimizer: Optimizer, paths: CheckpointPaths) -> None:
     """Read what the writes of `prepared` wrote; a checkpoint without a draft model changes nothing; collective.
 
     Raises:

@@ -1,6 +1,6 @@
 """Describe a draft model: its sizes, the layers of the policy that it reads, its `config.json`, its names of tensors.
 
-Describe a draft model: its sizes, the layers of the policy that it reads, and its `config.json`. The draft model is an
+The draft model is an
 EAGLE-3 head (Li et al. 2025, arXiv:2503.01840) as vLLM loads it (`LlamaForCausalLMEagle3`). This file does not import
 torch.
 """

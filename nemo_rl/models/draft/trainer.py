@@ -1,7 +1,5 @@
 """Build a draft model and train it on the passes of the policy's training.
 
-Train a draft model on the passes of the policy's training.
-
     policy's training pass ─► taps: hidden states of some layers ─┐
                              output head: hidden states, weight   ─┴─► loss ─► gradients of the draft model only
 

@@ -32,7 +32,7 @@ from nemo_rl.distributed.workers.start_phases import start_phase
 from nemo_rl.host.device import free_cache
 from nemo_rl.models.accepted_rows import require_parameters
 from nemo_rl.models.attention.flash_attn import use_flash_attention
-from nemo_rl.models.draft import head as draft_files
+from nemo_rl.models.draft.head import load_draft, prepared_draft
 from nemo_rl.models.draft.trainer import DraftRows, DraftTrainer, Taps, build_draft_model
 from nemo_rl.models.dtensor import lora as adapter_io
 from nemo_rl.models.dtensor.attention import VARLEN_ATTENTION
@@ -394,7 +394,7 @@ class DTensorBackend(TorchBackend):
         else:
             yield checkpoint_io.prepare_weights(self.model.hf, paths.weights, keep=keep)
         if self._draft is not None:
-            yield from draft_files.prepared(self._draft.head, self._draft.optimizer, paths)
+            yield from prepared_draft(self._draft.head, self._draft.optimizer, paths)
         if paths.optimizer is None:
             return
         yield training_state.prepare_training_state(
@@ -410,7 +410,7 @@ class DTensorBackend(TorchBackend):
             adapter_io.refuse_adapter(paths.weights)
             checkpoint_io.load_weights(self.model.hf, paths.weights)
         if self._draft is not None:
-            draft_files.load(self._draft.head, self._draft.optimizer, paths)
+            load_draft(self._draft.head, self._draft.optimizer, paths)
         if paths.optimizer is not None and self.optimizer is not None and self.scheduler is not None:
             training_state.load_training_state(
                 self.model.hf, self.optimizer, self.scheduler, self._settings, paths.optimizer

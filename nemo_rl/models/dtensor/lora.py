@@ -2,7 +2,7 @@
 
 Low-rank adapters on a frozen model (LoRA, Hu et al. 2021, arXiv:2106.09685).
 
-`apply_lora` adds adapters after the model is made and before it is sharded; `adapter_io` writes the adapters; weight
+`apply_lora` adds adapters after the model is made and before it is sharded; `save_adapter` writes the adapters; weight
 sync and checkpoints read merged weights. Invariant: base weights never change. Code outside of `models.dtensor` sees
 plain weights under Hugging Face names; each is merged when it is read.
 

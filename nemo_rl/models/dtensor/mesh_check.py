@@ -1,8 +1,6 @@
 """Check a mesh before Ray starts, and predict the memory of each of its ranks.
 
-Check a mesh of the PyTorch-native backend before Ray starts and before a weight is read.
-
-Invariant: all findings are reported together, and only settings that cannot work are findings.
+Nothing reads a weight. Invariant: all findings are reported together, and only settings that cannot work are findings.
 
 Predict the memory of each rank: what it holds all the time, what each moment of a step adds, and the peak.
 

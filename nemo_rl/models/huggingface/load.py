@@ -1,8 +1,6 @@
 """Load a Hugging Face causal language model for training, and tell which of its weights stay float32.
 
-Load a Hugging Face causal language model for training.
-
-Invariant: weights are in float32, and none is quantised, offloaded or on another device.
+Invariant: loaded weights are in float32, and none is quantised, offloaded or on another device.
 
 Tell which weights of a model stay float32 when the model computes in bfloat16 or float16. They are those that
 transformers keeps (`_keep_in_fp32_modules_strict`, and `_keep_in_fp32_modules` in float16), and by their names the

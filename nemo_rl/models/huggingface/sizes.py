@@ -1,6 +1,6 @@
 """Sizes of a model and the operations of its passes, without reading weights.
 
-Sizes of a model, without reading weights: head size, and parameters from file headers or the configuration.
+Sizes are the head size, and parameters from file headers or the configuration.
 
 Count the floating-point operations of a model's passes from its configuration, and list the peaks of devices. The model
 is made on torch's meta device, so the shapes come from the real code of the architecture. Convention (PaLM, Chowdhery

@@ -1,7 +1,5 @@
 """Find and download the safetensors files of a model, read their tensors in parts, and write such files.
 
-Read tensors of several safetensors files by name and in parts, and write such files tensor by tensor.
-
 Invariant: only requested parts of tensors are read, at the time of the request; mapped files count as page cache, not
 as memory of the process.
 """

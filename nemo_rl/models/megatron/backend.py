@@ -25,7 +25,7 @@ from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.ranks.collectives import all_gather
 from nemo_rl.distributed.workers.start_phases import start_phase
 from nemo_rl.host.device import free_cache
-from nemo_rl.models.draft import head as draft_files
+from nemo_rl.models.draft.head import load_draft, prepared_draft
 from nemo_rl.models.draft.trainer import DraftTrainer
 from nemo_rl.models.huggingface.load import load_model_config, torch_dtype
 from nemo_rl.models.huggingface.tensor_files import model_folder
@@ -233,7 +233,7 @@ class MegatronBackend(TorchBackend):
             model, adapted = self._model_name, self._adapted
             yield save_adapter(self.chunks, self.hf_config, self._peft, model, adapted, paths.weights, keep)
         if self._draft is not None:
-            yield from draft_files.prepared(self._draft.head, self._draft.optimizer, paths)
+            yield from prepared_draft(self._draft.head, self._draft.optimizer, paths)
 
     @override
     def load(self, paths: CheckpointPaths) -> None:
@@ -244,7 +244,7 @@ class MegatronBackend(TorchBackend):
         self._optim.complete_weights(self.chunks)
         load(paths, self.chunks, self.optimizer, self.scheduler)
         if self._draft is not None:
-            draft_files.load(self._draft.head, self._draft.optimizer, paths)
+            load_draft(self._draft.head, self._draft.optimizer, paths)
 
     def decoder_layers(self) -> dict[str, nn.Module]:
         """See `PolicyBackend.decoder_layers`.

@@ -3,7 +3,7 @@
 Check before Ray starts, from the model's configuration only, that Megatron Core can train on a mesh. Does not import
 megatron. Invariant: all findings are reported together, with the arithmetic and the nearest valid choice.
 
-Predict the memory of each rank of Megatron Core, as `dtensor.memory_plan` does for FSDP. Unlike with FSDP,
+Predict the memory of each rank of Megatron Core, as `dtensor.mesh_check` does for FSDP. Unlike with FSDP,
 data-parallel ranks do not shard weights and gradient buffers; they shard the optimizer's float32 state (ZeRO-1,
 Rajbhandari et al. 2020, arXiv:1910.02054). Activations are those of plain PyTorch layers, divided as in Korthikanti et
 al. 2022 (arXiv:2205.05198); Transformer Engine's fused layers keep less. Does not import megatron.

@@ -1,7 +1,5 @@
 """Start Megatron Core on this rank: process groups, random states, and a replacement of CUDA where there is none.
 
-Start Megatron Core's process groups and random states on this rank, from the parallel layout.
-
 Invariant: ranks are numbered as in `parallel_layout` (pp outermost, tp innermost), which is Megatron Core's order
 `tp-cp-ep-dp-pp`; every group has the timeout of the default group.
 
@@ -39,7 +37,7 @@ _NAMES_CUDA = ("pipeline_parallel.schedules", "models.common.embeddings.rope_uti
 _installed = False
 
 
-def install() -> None:
+def replace_cuda() -> None:
     """Prepare this process; does nothing on a machine with CUDA, or when called again.
 
     Raises:
@@ -198,7 +196,7 @@ def start_model_parallel(
     if layout.num_ranks != dist.get_world_size():
         raise ConfigError(f"the parallel layout has {layout.num_ranks} ranks, the group {dist.get_world_size()}.")
     if device.type == "cpu":
-        install()
+        replace_cuda()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 

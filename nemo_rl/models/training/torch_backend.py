@@ -1,7 +1,5 @@
 """Share what the library's own training backends do alike: reference weights, saves, state in host memory.
 
-Share what the library's own training backends do alike: reference weights and saves.
-
 Invariant: the reference is a copy of the initial weights in host memory, or the model without its adapters, which then
 needs no copy; a save that is staged writes the state as it was when it was staged.
 

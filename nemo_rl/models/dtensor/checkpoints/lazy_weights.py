@@ -3,7 +3,7 @@
 Make models as `from_pretrained` does, but leave their weights in the files. transformers decides everything: the class,
 the mapping from names in files to weights, missing weights and their initialization, tied weights, and buffers that are
 in no file. Only the bytes are not read: each weight that is in a file becomes a parameter on the meta device, all other
-tensors have values on the CPU. `models.dtensor.checkpoints.lazy_weights` reads the weights later.
+tensors have values on the CPU. `materialize` reads the weights later.
 
 Invariant: after the weights are read, the model equals that of `from_pretrained` bit for bit.
 

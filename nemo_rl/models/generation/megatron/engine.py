@@ -12,7 +12,7 @@ Compute one rank's part of a Megatron Core model for an engine, with its key-val
     read() ───►┤  tensor-parallel ranks divide each layer and the vocabulary                  ├─► [b, V] logits
                └─ an engine of one rank has everything                                        ┘   on place 0
 
-Without CUDA, `megatron.cpu_shim` replaces it. Layers are the portable ones, even if Transformer Engine is installed.
+Without CUDA, `megatron.parallel` replaces it. Layers are the portable ones, even if Transformer Engine is installed.
 A pass is one row of tokens of any requests, without padding. Invariant: all ranks of an engine make the same calls in
 the same order.
 

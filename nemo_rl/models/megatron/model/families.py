@@ -464,7 +464,7 @@ __all__ = ["FAMILIES", "MODEL_TYPES", "Family", "LayerTraits", "Rotary", "family
 
 FAMILIES: tuple[Family, ...] = (Llama(), Mistral(), Qwen2(), Qwen3(), Qwen3Moe(), DeepseekV3(), Gemma3(), GptOss())
 MODEL_TYPES = tuple(sorted(name for family in FAMILIES for name in family.model_types))
-"""Supported values of `model_type` in `config.json`; each also has conversion rules (`conversion.layer_rules`)."""
+"""Supported values of `model_type` in `config.json`; each also has conversion rules (`conversion.rules`)."""
 
 
 def family_of(hf_config: PretrainedConfig) -> Family:

@@ -1,6 +1,6 @@
 """Run tests of Megatron Core in ranks: forks of one process that has imported it and is prepared for the CPU.
 
-The import takes seconds, and what `cpu_shim` patches must not reach the process of the tests.
+The import takes seconds, and what `replace_cuda` patches must not reach the process of the tests.
 """
 
 import multiprocessing
@@ -50,7 +50,7 @@ def _serve(pipe: Any, other_end: Any) -> None:
     other_end.close()  # so that the end of the test process is noticed here
     torch.set_num_threads(1)
     disable_progress_bar()
-    parallel.install()
+    parallel.replace_cuda()
     while asked := _asked(pipe):
         fn, num_ranks, args = asked
         try:
