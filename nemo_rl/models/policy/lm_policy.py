@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -58,24 +58,170 @@ from nemo_rl.models.policy.workers.rank import WorkerSettings
 from nemo_rl.models.training.backends import training_backend
 from nemo_rl.optimizations.switch import Choice
 
-if TYPE_CHECKING:
-    from nemo_rl.models.accepted_rows import AcceptedRows
+_WORKER = "nemo_rl.models.policy.workers.rank.PolicyRank"
+# By default OpenMP threads spin so long at a barrier that one busy core stalls a step for seconds. A short spin costs
+# nothing on an idle machine.
+# torch's compiler would start up to 32 helper processes in each rank, 256 on a machine with eight.
+_WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
+TRAINING_KEYS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
 
 
-class ScoringPolicy(PolicyInterface):
-    """The calls of a policy that score rows; a subclass sets the attributes."""
+class Policy(PolicyInterface):
+    """The model under training.
 
-    config: PolicyConfig
-    layout: ParallelLayout
-    """Position of each rank on the parallel axes."""
-    ranks: RankCalls
-    _accepted: "AcceptedRows"
-    _shares_prompts: bool
+    Args:
+        cluster: where the ranks run; one rank per bundle unless `workers_per_node` says otherwise.
+        config: the policy section; a dict is checked and filled in.
+        tokenizer: saved next to the weights.
+        name_prefix: prefix of the worker processes' names.
+        workers_per_node: ranks on each node entry of the cluster.
+        init_optimizer: make optimizer and schedule.
+        weights_path: checkpoint folder to resume weights from.
+        optimizer_path: checkpoint folder to resume optimizer, schedule and random numbers from.
+        init_reference_model: keep the weights of `config.model_name` for reference log-probabilities, even if
+            training resumes from a checkpoint.
+        timeouts: deadlines; None takes the defaults.
+        threads_per_rank: CPU threads of a rank; None divides the machine's cores by its ranks and busy engines.
+        busy_engines: engine workers on each machine that compute while the ranks do.
+        seed: run seed, for dropout.
+        optimizations: value of `cluster.optimizations`.
+        venv: the ranks' Python environment (`cluster.venvs.policy`); None takes the registry's.
+
+    Raises:
+        ConfigError: no training backend is enabled, the ranks do not divide into the parallel sizes, or a worker
+            refuses the configuration.
+        ResourceInsufficientError, DeadlineExceededError, WorkerDiedError: the ranks did not start.
+    """
+
+    def __init__(
+        self,
+        cluster: RayVirtualCluster,
+        config: PolicyConfig | Mapping[str, Any],
+        tokenizer: PreTrainedTokenizerBase,
+        name_prefix: str = "lm_policy",
+        workers_per_node: int | list[int] | None = None,
+        init_optimizer: bool = True,
+        weights_path: str | PathLike[str] | None = None,
+        optimizer_path: str | PathLike[str] | None = None,
+        init_reference_model: bool = True,
+        *,
+        timeouts: TimeoutsConfig | None = None,
+        threads_per_rank: int | None = None,
+        busy_engines: int = 0,
+        seed: int = 0,
+        venv: VenvConfig | None = None,
+        optimizations: Choice = "auto",
+    ) -> None:
+        config = PolicyConfig.of(config)
+        report_findings(check_backend("policy", config))
+        self.config = config
+        self.tokenizer = tokenizer
+        self.weight_version = 0
+        """Number of training calls; `weight_stream` and the engines use it as the version of the weights."""
+        self._complete_checkpoint: Callable[[], None] | None = None
+        self._timeouts = timeouts or TimeoutsConfig()
+        self._backend = training_backend(config)
+        self._accepted = self._backend.accepted_rows(config)
+        ranks_of_node = Counter(place.node_idx for place in plan_places(cluster.bundle_counts, workers_per_node, None))
+        self.layout = ParallelLayout.of(config, ranks_of_node.total())
+        """Position of each rank on the parallel axes."""
+        settings = WorkerSettings(
+            backend=self._backend.rank_class,
+            layout=self.layout,
+            uses_gpu=cluster.use_gpus,
+            num_threads=threads_per_rank,
+            busy_engines=busy_engines,
+            ranks_per_node=max(ranks_of_node.values()),
+            collective_timeout_s=self._timeouts.train_s,
+            seed=seed,
+            init_optimizer=init_optimizer,
+            init_reference_model=init_reference_model,
+            optimizations=optimizations,
+        )
+        self.worker_group = RayWorkerGroup(
+            cluster,
+            RayWorkerBuilder(_WORKER, config, settings).in_environment(venv, "policy", self._timeouts.venv_s),
+            workers_per_node=workers_per_node,
+            name_prefix=name_prefix,
+            sharding_annotations=self.layout.sharding,
+            env_vars=self._environment(cluster.use_gpus),
+            setup_timeout_s=self._timeouts.setup_s,
+            call_timeout_s=self._timeouts.train_s,
+        )
+        self.ranks = RankCalls(self.worker_group, self.layout, self._timeouts)
+        """Calls of the ranks."""
+        self.work = self.ranks.work
+        """Counts the passes over rows, those of validations excepted."""
+        packing = config.sequence_packing
+        asks = packing.enabled and packing.share_prompts
+        self._shares_prompts = asks and all(self.ranks.everywhere("shares_prompts", "starting the policy"))
+        if weights_path is not None:
+            self._load_checkpoint(weights_path, optimizer_path)
+
+    def _environment(self, uses_gpu: bool) -> dict[str, str]:
+        own = self.config.backend_section.env_vars or {}
+        variables = _WORKER_ENVIRONMENT | self._backend.environment(self.config) | own
+        return variables | (exact_page_locking(variables) if uses_gpu else {})
 
     @property
     def data_parallel_size(self) -> int:
         """The number of groups of ranks that work on different rows."""
         return self.layout.data_parallel_size
+
+    def train(
+        self,
+        data: BatchedDataDict[Any],
+        loss_fn: AnyLossFunction,
+        eval_mode: bool = False,
+        gbs: int | Sequence[int] | None = None,
+        mbs: int | None = None,
+    ) -> TrainResult:
+        """Make one optimizer update per global batch, in the order of the rows.
+
+        The learning-rate schedule advances once per call, whatever the number of updates. A global batch without a
+        counted token makes no update, because momentum and weight decay alone would change the weights. If no global
+        batch makes an update, nothing changes, including the schedule and `weight_version`.
+
+        Args:
+            data: a training batch: `input_ids`, `input_lengths`, `token_mask`, `sample_mask` and the keys that the loss
+                needs.
+            loss_fn: called in every rank on each microbatch, with global denominators.
+            eval_mode: compute loss and metrics, change nothing; the last global batch may be partial.
+            gbs: rows of one update, or of each update; None takes `train_global_batch_size`.
+            mbs: rows of one microbatch, padded or packed; None forms microbatches as configured.
+
+        Raises:
+            DataError: missing keys, rows that do not divide into global batches, or rows too long.
+            ConfigError: the loss needs an input that policies do not prepare, or the training backend does not accept
+                the rows' further inputs.
+        """
+        check_loss(loss_fn, self.config)
+        require_keys(data, (*TRAINING_KEYS, *extra_keys(loss_fn)), "Policy.train")
+        make_portable(loss_fn)
+        size = gbs or self.config.train_global_batch_size
+        counted = [(batch, count_valid(batch)) for batch in global_batches(data, size, allow_partial=eval_mode)]
+        wanted = [n for n, (_, valid) in enumerate(counted) if eval_mode or something_counts(valid, loss_fn)]
+        group_size = getattr(loss_fn, "rows_per_unit", 1)
+        strategy = training_strategy(self.config, mbs, group_size)
+        updates: list[dict[str, float]] = [{} for _ in counted]
+        with self.held():
+            if self.config.offload_optimizer_for_logprob and wanted and not eval_mode:
+                self.onload_optimizer()
+            for number in wanted:
+                batch, valid = counted[number]
+                sharded = self._shard(batch, strategy, group_size)
+                parts = self.ranks.with_rows(
+                    "train",
+                    sharded,
+                    loss_fn=loss_fn,
+                    global_valid=valid,
+                    eval_mode=eval_mode,
+                    last_update=number == wanted[-1],
+                )
+                updates[number] = join_ranks(parts, valid, eval_mode)
+            if wanted and not eval_mode:
+                self.weight_version += 1
+        return train_result(updates, loss_fn)
 
     def get_logprobs(self, data: BatchedDataDict[Any]) -> BatchedDataDict[LogprobOutputSpec]:
         """Score all tokens under the current weights and the sampler's temperature.
@@ -173,203 +319,6 @@ class ScoringPolicy(PolicyInterface):
         """
         return BatchedDataDict({"values": self._score("get_values", data, micro_batch_size)})
 
-    def offload_optimizer(self) -> None:
-        """Move optimizer state to host memory, to make room for colocated engines on GPUs."""
-        self.ranks.everywhere("move_optimizer_state", "offloading the optimizer", to_host=True)
-
-    def _score(self, method: str, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> torch.Tensor:
-        rows = self._scoring_rows(method, data)
-        if rows.size == 0:
-            width = rows["input_ids"].shape[1] if "input_ids" in rows else 0
-            return torch.zeros((0,) if method == "score" else (0, width), dtype=torch.float32)
-        sharded, parts = self._run_scoring(method, data, micro_batch_size)
-        return sharded.restore(parts)
-
-    def _scoring_rows(self, method: str, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-        return scoring_rows(method, data, self.config)
-
-    def _run_scoring(
-        self, method: str, data: BatchedDataDict[Any], micro_batch_size: int | None, **common: Any
-    ) -> tuple[ShardedBatch, list[Any]]:
-        """Score at least one row on all ranks; return the sharded batch, which restores the order, and the results."""
-        strategy = logprob_strategy(self.config, micro_batch_size)
-        sharded = self._shard(self._scoring_rows(method, data), strategy)
-        if self.config.offload_optimizer_for_logprob:
-            self.offload_optimizer()  # until the next update
-        return sharded, self.ranks.with_rows(method, sharded, **common)
-
-    def _shard(self, rows: BatchedDataDict[Any], strategy: MicrobatchStrategy, group_size: int = 1) -> ShardedBatch:
-        """Divide rows over the ranks.
-
-        Raises:
-            ConfigError: the backend does not accept the rows' further inputs.
-        """
-        if ROW_INPUTS in rows:
-            rows = BatchedDataDict(rows.data | {ROW_INPUTS: completed(rows[ROW_INPUTS])})
-            self._accepted.require(rows[ROW_INPUTS])
-        return shard_batch(rows, self.data_parallel_size, strategy, group_size, shares_prompts=self._shares_prompts)
-
-
-_WORKER = "nemo_rl.models.policy.workers.rank.PolicyRank"
-# By default OpenMP threads spin so long at a barrier that one busy core stalls a step for seconds. A short spin costs
-# nothing on an idle machine.
-# torch's compiler would start up to 32 helper processes in each rank, 256 on a machine with eight.
-_WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
-TRAINING_KEYS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
-
-
-class Policy(ScoringPolicy):
-    """The model under training.
-
-    Args:
-        cluster: where the ranks run; one rank per bundle unless `workers_per_node` says otherwise.
-        config: the policy section; a dict is checked and filled in.
-        tokenizer: saved next to the weights.
-        name_prefix: prefix of the worker processes' names.
-        workers_per_node: ranks on each node entry of the cluster.
-        init_optimizer: make optimizer and schedule.
-        weights_path: checkpoint folder to resume weights from.
-        optimizer_path: checkpoint folder to resume optimizer, schedule and random numbers from.
-        init_reference_model: keep the weights of `config.model_name` for reference log-probabilities, even if
-            training resumes from a checkpoint.
-        timeouts: deadlines; None takes the defaults.
-        threads_per_rank: CPU threads of a rank; None divides the machine's cores by its ranks and busy engines.
-        busy_engines: engine workers on each machine that compute while the ranks do.
-        seed: run seed, for dropout.
-        optimizations: value of `cluster.optimizations`.
-        venv: the ranks' Python environment (`cluster.venvs.policy`); None takes the registry's.
-
-    Raises:
-        ConfigError: no training backend is enabled, the ranks do not divide into the parallel sizes, or a worker
-            refuses the configuration.
-        ResourceInsufficientError, DeadlineExceededError, WorkerDiedError: the ranks did not start.
-    """
-
-    def __init__(
-        self,
-        cluster: RayVirtualCluster,
-        config: PolicyConfig | Mapping[str, Any],
-        tokenizer: PreTrainedTokenizerBase,
-        name_prefix: str = "lm_policy",
-        workers_per_node: int | list[int] | None = None,
-        init_optimizer: bool = True,
-        weights_path: str | PathLike[str] | None = None,
-        optimizer_path: str | PathLike[str] | None = None,
-        init_reference_model: bool = True,
-        *,
-        timeouts: TimeoutsConfig | None = None,
-        threads_per_rank: int | None = None,
-        busy_engines: int = 0,
-        seed: int = 0,
-        venv: VenvConfig | None = None,
-        optimizations: Choice = "auto",
-    ) -> None:
-        config = PolicyConfig.of(config)
-        report_findings(check_backend("policy", config))
-        self.config = config
-        self.tokenizer = tokenizer
-        self.weight_version = 0
-        """Number of training calls; `weight_stream` and the engines use it as the version of the weights."""
-        self._complete_checkpoint: Callable[[], None] | None = None
-        self._timeouts = timeouts or TimeoutsConfig()
-        self._backend = training_backend(config)
-        self._accepted = self._backend.accepted_rows(config)
-        ranks_of_node = Counter(place.node_idx for place in plan_places(cluster.bundle_counts, workers_per_node, None))
-        self.layout = ParallelLayout.of(config, ranks_of_node.total())
-        """Position of each rank on the parallel axes."""
-        settings = WorkerSettings(
-            backend=self._backend.rank_class,
-            layout=self.layout,
-            uses_gpu=cluster.use_gpus,
-            num_threads=threads_per_rank,
-            busy_engines=busy_engines,
-            ranks_per_node=max(ranks_of_node.values()),
-            collective_timeout_s=self._timeouts.train_s,
-            seed=seed,
-            init_optimizer=init_optimizer,
-            init_reference_model=init_reference_model,
-            optimizations=optimizations,
-        )
-        self.worker_group = RayWorkerGroup(
-            cluster,
-            RayWorkerBuilder(_WORKER, config, settings).in_environment(venv, "policy", self._timeouts.venv_s),
-            workers_per_node=workers_per_node,
-            name_prefix=name_prefix,
-            sharding_annotations=self.layout.sharding,
-            env_vars=self._environment(cluster.use_gpus),
-            setup_timeout_s=self._timeouts.setup_s,
-            call_timeout_s=self._timeouts.train_s,
-        )
-        self.ranks = RankCalls(self.worker_group, self.layout, self._timeouts)
-        """Calls of the ranks."""
-        self.work = self.ranks.work
-        """Counts the passes over rows, those of validations excepted."""
-        packing = config.sequence_packing
-        asks = packing.enabled and packing.share_prompts
-        self._shares_prompts = asks and all(self.ranks.everywhere("shares_prompts", "starting the policy"))
-        if weights_path is not None:
-            self._load_checkpoint(weights_path, optimizer_path)
-
-    def _environment(self, uses_gpu: bool) -> dict[str, str]:
-        own = self.config.backend_section.env_vars or {}
-        variables = _WORKER_ENVIRONMENT | self._backend.environment(self.config) | own
-        return variables | (exact_page_locking(variables) if uses_gpu else {})
-
-    def train(
-        self,
-        data: BatchedDataDict[Any],
-        loss_fn: AnyLossFunction,
-        eval_mode: bool = False,
-        gbs: int | Sequence[int] | None = None,
-        mbs: int | None = None,
-    ) -> TrainResult:
-        """Make one optimizer update per global batch, in the order of the rows.
-
-        The learning-rate schedule advances once per call, whatever the number of updates. A global batch without a
-        counted token makes no update, because momentum and weight decay alone would change the weights. If no global
-        batch makes an update, nothing changes, including the schedule and `weight_version`.
-
-        Args:
-            data: a training batch: `input_ids`, `input_lengths`, `token_mask`, `sample_mask` and the keys that the loss
-                needs.
-            loss_fn: called in every rank on each microbatch, with global denominators.
-            eval_mode: compute loss and metrics, change nothing; the last global batch may be partial.
-            gbs: rows of one update, or of each update; None takes `train_global_batch_size`.
-            mbs: rows of one microbatch, padded or packed; None forms microbatches as configured.
-
-        Raises:
-            DataError: missing keys, rows that do not divide into global batches, or rows too long.
-            ConfigError: the loss needs an input that policies do not prepare, or the training backend does not accept
-                the rows' further inputs.
-        """
-        check_loss(loss_fn, self.config)
-        require_keys(data, (*TRAINING_KEYS, *extra_keys(loss_fn)), "Policy.train")
-        make_portable(loss_fn)
-        size = gbs or self.config.train_global_batch_size
-        counted = [(batch, count_valid(batch)) for batch in global_batches(data, size, allow_partial=eval_mode)]
-        wanted = [n for n, (_, valid) in enumerate(counted) if eval_mode or something_counts(valid, loss_fn)]
-        group_size = getattr(loss_fn, "rows_per_unit", 1)
-        strategy = training_strategy(self.config, mbs, group_size)
-        updates: list[dict[str, float]] = [{} for _ in counted]
-        with self.held():
-            if self.config.offload_optimizer_for_logprob and wanted and not eval_mode:
-                self.onload_optimizer()
-            for number in wanted:
-                batch, valid = counted[number]
-                sharded = self._shard(batch, strategy, group_size)
-                parts = self.ranks.with_rows(
-                    "train",
-                    sharded,
-                    loss_fn=loss_fn,
-                    global_valid=valid,
-                    eval_mode=eval_mode,
-                    last_update=number == wanted[-1],
-                )
-                updates[number] = join_ranks(parts, valid, eval_mode)
-            if wanted and not eval_mode:
-                self.weight_version += 1
-        return train_result(updates, loss_fn)
-
     def save_checkpoint(
         self,
         weights_path: str | PathLike[str],
@@ -426,6 +375,10 @@ class Policy(ScoringPolicy):
             self.ranks.everywhere("finish_checkpoint", "writing a checkpoint in the background")
             complete()
 
+    def offload_optimizer(self) -> None:
+        """Move optimizer state to host memory, to make room for colocated engines on GPUs."""
+        self.ranks.everywhere("move_optimizer_state", "offloading the optimizer", to_host=True)
+
     def onload_optimizer(self) -> None:
         """Move optimizer state back to the GPUs before training."""
         self.ranks.everywhere("move_optimizer_state", "onloading the optimizer", to_host=False)
@@ -469,6 +422,38 @@ class Policy(ScoringPolicy):
     def shutdown(self) -> bool:
         """Stop the ranks; return whether all of them stopped cleanly."""
         return self.worker_group.shutdown("shutdown", timeout=self._timeouts.shutdown_s)
+
+    def _score(self, method: str, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> torch.Tensor:
+        rows = self._scoring_rows(method, data)
+        if rows.size == 0:
+            width = rows["input_ids"].shape[1] if "input_ids" in rows else 0
+            return torch.zeros((0,) if method == "score" else (0, width), dtype=torch.float32)
+        sharded, parts = self._run_scoring(method, data, micro_batch_size)
+        return sharded.restore(parts)
+
+    def _scoring_rows(self, method: str, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+        return scoring_rows(method, data, self.config)
+
+    def _run_scoring(
+        self, method: str, data: BatchedDataDict[Any], micro_batch_size: int | None, **common: Any
+    ) -> tuple[ShardedBatch, list[Any]]:
+        """Score at least one row on all ranks; return the sharded batch, which restores the order, and the results."""
+        strategy = logprob_strategy(self.config, micro_batch_size)
+        sharded = self._shard(self._scoring_rows(method, data), strategy)
+        if self.config.offload_optimizer_for_logprob:
+            self.offload_optimizer()  # until the next update
+        return sharded, self.ranks.with_rows(method, sharded, **common)
+
+    def _shard(self, rows: BatchedDataDict[Any], strategy: MicrobatchStrategy, group_size: int = 1) -> ShardedBatch:
+        """Divide rows over the ranks.
+
+        Raises:
+            ConfigError: the backend does not accept the rows' further inputs.
+        """
+        if ROW_INPUTS in rows:
+            rows = BatchedDataDict(rows.data | {ROW_INPUTS: completed(rows[ROW_INPUTS])})
+            self._accepted.require(rows[ROW_INPUTS])
+        return shard_batch(rows, self.data_parallel_size, strategy, group_size, shares_prompts=self._shares_prompts)
 
     def _load_checkpoint(self, weights_path: str | PathLike[str], optimizer_path: str | PathLike[str] | None) -> None:
         """Restore the ranks from a checkpoint; stop them if that fails, as the caller has no policy to shut down."""
