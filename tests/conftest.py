@@ -13,6 +13,8 @@ from hypothesis import settings
 
 from nemo_rl.host.stop_signals import STOP_SIGNALS, handlers_kept
 
+pytest_plugins = ["tiers.plugin"]
+
 # Finalizers of Ray objects from earlier tests wait for threads that a forked process does not have.
 os.register_at_fork(before=gc.disable, after_in_parent=gc.enable, after_in_child=lambda: (gc.freeze(), gc.enable()))
 

@@ -1,0 +1,98 @@
+"""The stored seconds of test functions, and the tier that each belongs to.
+
+Invariant: the default tier is what the stored durations and the list of representatives say, on every machine.
+"""
+
+import ast
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+HERE = Path(__file__).parent
+STORED = HERE / "durations.json"
+REPRESENTATIVES = HERE / "representatives.txt"
+LONGEST_S = 6.0
+"""Seconds above which a function belongs to the full tier, unless it is a representative."""
+SHORTEST_STORED_S = 0.2
+"""Shorter functions are stored as one sum for each file."""
+REST = "*"
+"""Key of the sum of a file's shorter functions."""
+
+type Seconds = dict[str, dict[str, float]]
+"""By file, relative to `tests/`, then by function: seconds of all its cases with their fixtures, on one worker."""
+
+
+@cache
+def stored() -> Seconds:
+    """Read the stored durations."""
+    seconds: Seconds = json.loads(STORED.read_text(encoding="utf-8"))
+    return seconds
+
+
+@cache
+def representatives() -> frozenset[str]:
+    """Read the functions that stay in the default tier whatever they take, as `file::function`."""
+    lines = REPRESENTATIVES.read_text(encoding="utf-8").splitlines()
+    return frozenset(line.split("#")[0].strip() for line in lines) - {""}
+
+
+def is_full(file: str, function: str) -> bool:
+    """Return whether a function belongs to the full tier."""
+    taken = stored().get(file, {}).get(function, 0.0)
+    return taken > LONGEST_S and f"{file}::{function}" not in representatives()
+
+
+def is_full_file(path: Path, file: str) -> bool:
+    """Return whether all test functions of a file belong to the full tier, without importing it."""
+    names = stored().get(file, {})
+    if not names or REST in names or not any(is_full(file, name) for name in names):
+        return False
+    return all(is_full(file, name) for name in _test_functions(path))
+
+
+def _test_functions(path: Path) -> list[str]:
+    return [
+        node.name
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test")
+    ]
+
+
+def default_tier_s() -> float:
+    """Return the stored seconds of the default tier, on one worker."""
+    return sum(
+        seconds
+        for file, functions in stored().items()
+        for function, seconds in functions.items()
+        if not is_full(file, function)
+    )
+
+
+def store(measured: Mapping[str, float]) -> None:
+    """Write the durations of the functions that were measured, and forget functions that are gone.
+
+    Args:
+        measured: seconds by `file::function`.
+    """
+    by_file: dict[str, dict[str, float]] = defaultdict(dict)
+    for name, seconds in measured.items():
+        file, function = name.split("::")
+        key = function if seconds >= SHORTEST_STORED_S else REST
+        by_file[file][key] = by_file[file].get(key, 0.0) + seconds
+    for file, functions in stored().items():
+        kept = {name: seconds for name, seconds in functions.items() if f"{file}::{name}" not in measured}
+        by_file[file] = {**kept, **by_file[file]}
+    joined = {file: _existing(HERE.parent / file, functions) for file, functions in sorted(by_file.items())}
+    rounded = {file: {name: round(joined[file][name], 1) for name in sorted(joined[file])} for file in joined}
+    content = json.dumps({file: functions for file, functions in rounded.items() if functions}, indent=1)
+    STORED.write_text(content + "\n", encoding="utf-8")
+    stored.cache_clear()
+
+
+def _existing(path: Path, functions: dict[str, float]) -> dict[str, float]:
+    if not path.exists():
+        return {}
+    names = {*_test_functions(path), REST}
+    return {name: seconds for name, seconds in functions.items() if name in names}

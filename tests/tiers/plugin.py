@@ -1,0 +1,149 @@
+"""Choose tests by tier, and store how long they take.
+
+    pytest                         the default tier: neither `full` nor `long`
+    pytest tests/.../test_x.py     all tests of a file that are not `long`
+    pytest -m "not long"           the default and the full tier
+    pytest --affected 10           tests of the full tier that the change can reach, at most about 10 minutes of them
+    pytest --rotating 5            a part of the full tier, about 5 minutes, another one after each commit
+    pytest -m "not long" --store-durations    and write `durations.json`
+
+Invariant: every worker of pytest-xdist chooses the same tests.
+"""
+
+import math
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tiers import durations, reach
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = ROOT / "tests"
+DEFAULT = "not long and not full"
+"""The expression of the default tier, as in pyproject.toml."""
+WORKERS = 2
+"""Workers that minutes are counted for."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of tiers."""
+    group = parser.getgroup("tiers")
+    group.addoption("--affected", type=float, metavar="MINUTES", help="full-tier tests that the change can reach")
+    group.addoption("--since", metavar="COMMIT", help="the change of --affected is what differs from this commit")
+    group.addoption("--rotating", type=float, metavar="MINUTES", help="the next part of the full tier")
+    group.addoption("--store-durations", action="store_true", help="write tests/tiers/durations.json")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let `--affected` and `--rotating` choose in the full tier, and measure durations."""
+    if _chooses(config):
+        config.option.markexpr = "full and not long"
+    elif config.option.markexpr == DEFAULT and any(Path(given.split("::")[0]).is_file() for given in config.args):
+        config.option.markexpr = "not long"  # who names a file wants all of its tests
+    if config.getoption("store_durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Measured(), "measured durations")
+
+
+def _chooses(config: pytest.Config) -> bool:
+    return config.getoption("affected") is not None or config.getoption("rotating") is not None
+
+
+def _leaves_out_full(config: pytest.Config) -> bool:
+    return "not full" in str(config.getoption("markexpr"))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import a module of which no test would run."""
+    if not (_leaves_out_full(config) and collection_path.suffix == ".py"):
+        return None
+    if not collection_path.name.startswith("test_") or not collection_path.is_relative_to(TESTS):
+        return None
+    return durations.is_full_file(collection_path, collection_path.relative_to(TESTS).as_posix()) or None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests of the full tier, and choose among them for `--affected` and `--rotating`."""
+    for item in items:
+        if durations.is_full(*_name_of(item)):
+            item.add_marker("full")
+    if _chooses(config):
+        chosen = _chosen(config, [item for item in items if _is_candidate(item)])
+        left_out = [item for item in items if _name_of(item) not in chosen]
+        items[:] = [item for item in items if _name_of(item) in chosen]
+        order = {name: place for place, name in enumerate(chosen)}
+        items.sort(key=lambda item: min(order[name] for name in chosen if name[0] == _name_of(item)[0]))
+        config.hook.pytest_deselected(items=left_out)
+
+
+def _is_candidate(item: pytest.Item) -> bool:
+    return item.get_closest_marker("full") is not None and item.get_closest_marker("long") is None
+
+
+def _name_of(item: pytest.Item) -> tuple[str, str]:
+    """Return the file of a test, relative to `tests/`, and its function."""
+    file = item.path.relative_to(TESTS).as_posix() if item.path.is_relative_to(TESTS) else item.path.as_posix()
+    return file, getattr(item, "originalname", None) or item.name.split("[")[0]
+
+
+def _chosen(config: pytest.Config, items: Sequence[pytest.Item]) -> list[tuple[str, str]]:
+    """Return the functions to run, in their order: what the change reaches, then the rotating part."""
+    names = list(dict.fromkeys(_name_of(item) for item in items))
+    chosen: list[tuple[str, str]] = []
+    waiting: list[tuple[str, str]] = []
+    if (minutes := config.getoption("affected")) is not None:
+        near = reach.distances(ROOT, reach.changed_files(ROOT, config.getoption("since")))
+        reached = [name for name in names if f"tests/{name[0]}" in near]
+        reached.sort(key=lambda name: (near[f"tests/{name[0]}"], _seconds(name)))
+        chosen, waiting = _fill(reached, minutes)
+    if (minutes := config.getoption("rotating")) is not None:
+        parts = max(1, math.ceil(sum(map(_seconds, names)) / (minutes * 60 * WORKERS)))
+        turn = int(_commits()) % parts
+        rotated = names[len(names) * turn // parts :] + names[: len(names) * turn // parts]
+        more = [name for name in (*waiting, *rotated) if name not in chosen]
+        chosen += _fill(list(dict.fromkeys(more)), minutes)[0]
+    return chosen
+
+
+def _fill(names: Sequence[tuple[str, str]], minutes: float) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Return the first functions that fit into the minutes, and those that do not."""
+    fitting, others, left = [], [], minutes * 60 * WORKERS
+    for name in names:
+        if _seconds(name) <= left:
+            fitting.append(name)
+            left -= _seconds(name)
+        else:
+            others.append(name)
+    return fitting, others
+
+
+def _seconds(name: tuple[str, str]) -> float:
+    return durations.stored().get(name[0], {}).get(name[1], 0.0)
+
+
+def _commits() -> str:
+    return subprocess.run(
+        ["git", "rev-list", "--count", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
+
+
+class _Measured:
+    """Adds up the seconds of each function, with the fixtures that its cases set up."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if "long" in report.keywords:
+            return
+        file, _, rest = report.nodeid.partition("::")
+        function = rest.split("[")[0].rpartition("::")[2]
+        self._seconds[f"{file.removeprefix('tests/')}::{function}"] += report.duration
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_sessionfinish(self) -> Iterator[None]:
+        durations.store(self._seconds)
+        return (yield)

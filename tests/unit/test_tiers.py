@@ -1,0 +1,106 @@
+"""The tiers of tests: the default tier stays within its budget, and a change finds the tests that it can reach."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from tiers import durations, reach
+
+pytestmark = pytest.mark.fast
+
+BUDGET_S = 1320.0
+"""Seconds on one worker: 11 minutes on two, and a minute for collection, are the 12 minutes that README.md promises."""
+
+
+def test_the_default_tier_stays_within_its_budget() -> None:
+    taken = durations.default_tier_s()
+    assert taken <= BUDGET_S, (
+        f"the default tier takes {taken:.0f} s on one worker, and may take {BUDGET_S:.0f} s. "
+        "Make tests faster, or take lines out of tests/tiers/representatives.txt."
+    )
+
+
+def test_representatives_exist_and_take_long() -> None:
+    named = [name.split("::") for name in durations.representatives()]
+    taken = {f"{file}::{function}": durations.stored().get(file, {}).get(function, 0.0) for file, function in named}
+    stale = [name for name, seconds in taken.items() if seconds <= durations.LONGEST_S]
+    assert stale == [], "these functions are in the default tier in any case, or do not exist"
+
+
+FILES = {
+    "nemo_rl/__init__.py": "",
+    "nemo_rl/low.py": "LOW = 1\n",
+    "nemo_rl/high.py": "from nemo_rl.low import LOW\n",
+    "nemo_rl/by_path.py": "HOME = 'nemo_rl.low.LOW'\n",
+    "nemo_rl/other.py": "",
+    "examples/run.py": "from nemo_rl import high\n",
+    "tests/helper.py": "import nemo_rl.high\n",
+    "tests/test_low.py": "from nemo_rl import low\n",
+    "tests/test_by_path.py": "from nemo_rl.by_path import HOME\n",
+    "tests/test_helped.py": "from helper import x\n",
+    "tests/test_program.py": "SCRIPT = 'examples/run.py'\n",
+    "tests/test_other.py": "import nemo_rl.other\n",
+    "tests/below/conftest.py": "import nemo_rl.low\n",
+    "tests/below/test_fixture.py": "",
+}
+
+
+def test_a_change_reaches_tests_through_imports_names_and_fixtures(tmp_path: Path) -> None:
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert reach.distances(tmp_path, ["nemo_rl/low.py"]) == {
+        "tests/test_low.py": 1,
+        "tests/test_by_path.py": 2,
+        "tests/below/test_fixture.py": 2,
+        "tests/test_helped.py": 3,
+        "tests/test_program.py": 3,
+    }
+    assert reach.distances(tmp_path, ["tests/test_other.py"]) == {"tests/test_other.py": 0}
+
+
+def test_the_change_is_what_differs_from_a_commit(tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        names = ["-c", "user.name=tester", "-c", "user.email=tester@example.com"]
+        subprocess.run(["git", *names, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    git("init")
+    for name in ("kept", "changed", "moved"):
+        (tmp_path / name).write_text(name)
+    git("add", ".")
+    git("commit", "-m", "first")
+    (tmp_path / "changed").write_text("other")
+    git("mv", "moved", "there")
+    git("commit", "-am", "second")
+    (tmp_path / "new").write_text("new")
+    assert reach.changed_files(tmp_path, "HEAD~1") == {"changed", "moved", "there", "new"}
+    assert reach.changed_files(tmp_path) >= {"changed", "there"}, (
+        "without a commit of yesterday: all since the first one"
+    )
+
+
+def test_durations_are_stored_by_function_and_gone_ones_are_forgotten(tmp_path: Path, monkeypatch) -> None:
+    here = tmp_path / "tiers"
+    here.mkdir()
+    (tmp_path / "test_a.py").write_text("def test_long(): ...\ndef test_short(): ...\ndef test_shorter(): ...\n")
+    monkeypatch.setattr(durations, "HERE", here)
+    monkeypatch.setattr(durations, "STORED", here / "durations.json")
+    monkeypatch.setattr(durations, "REPRESENTATIVES", here / "representatives.txt")
+    (here / "durations.json").write_text('{"test_a.py": {"test_gone": 5.0}, "test_b.py": {"test_x": 1.0}}')
+    (here / "representatives.txt").write_text("# none\n")
+    durations.stored.cache_clear()
+    durations.representatives.cache_clear()
+    try:
+        durations.store({"test_a.py::test_long": 20.04, "test_a.py::test_short": 0.11, "test_a.py::test_shorter": 0.02})
+        assert durations.stored() == {"test_a.py": {"*": 0.1, "test_long": 20.0}}
+        assert durations.is_full("test_a.py", "test_long") and not durations.is_full("test_a.py", "test_short")
+        assert not durations.is_full_file(tmp_path / "test_a.py", "test_a.py"), (
+            "its other tests are in the default tier"
+        )
+        assert durations.default_tier_s() == pytest.approx(0.1)
+        (here / "representatives.txt").write_text("test_a.py::test_long  # the only one\n")
+        durations.representatives.cache_clear()
+        assert not durations.is_full("test_a.py", "test_long")
+    finally:
+        durations.stored.cache_clear()
+        durations.representatives.cache_clear()
