@@ -19,19 +19,19 @@ PACKAGE = Path(__file__).resolve().parents[2] / "nemo_rl"
 OPTIONAL = ("sandbox", "kits", "agents", "commands")
 """Packages above the core."""
 
-LINES = {"core": 0, "all": 0}
-FILES = {"core": 0, "all": 0}
-FOLDERS = 0
-SHORT_FILES = 0
+LINES = {"core": 88_000, "all": 111_300}
+FILES = {"core": 504, "all": 653}
+FOLDERS = 87
+SHORT_FILES = 52
 """Files under 60 lines, without `__init__.py`."""
-DOCUMENTATION = 0.0
+DOCUMENTATION = 0.417
 """Lines of docstrings and of texts below fields, for each line of code."""
-IMPORTS = 0.0
+IMPORTS = 0.132
 """Lines of imports, for each line of code."""
-SEMICOLONS = 0
+SEMICOLONS = 1710
 """Summaries of docstrings with a semicolon: two thoughts."""
-NAMES_OF_SEVERAL_CLASSES = 0
-LONG_SIGNATURES = 0
+NAMES_OF_SEVERAL_CLASSES = 33
+LONG_SIGNATURES = 45
 """Functions with more than 6 parameters, `self` and `cls` not counted."""
 
 

@@ -36,7 +36,7 @@ def held_weights(hf: PreTrainedModel, value: Value, dtype: torch.dtype | None, r
         hf: the model, or the stage of it.
         value: see `Value`.
         dtype: dtype in which floating-point tensors are exported, but for those that stay float32
-            (`huggingface.full_precision`); None: their own.
+            (`huggingface.load.stays_float32`); None: their own.
         results: the same object for every stream of a model, empty at first; filled here.
     """
     named = {

@@ -1,17 +1,15 @@
 """Make models without their weights, as `from_pretrained` does otherwise, and read a rank's part of them later.
 
-Make models as `from_pretrained` does, but leave their weights in the files. transformers decides everything: the class,
-the mapping from names in files to weights, missing weights and their initialization, tied weights, and buffers that are
-in no file. Only the bytes are not read: each weight that is in a file becomes a parameter on the meta device, all other
-tensors have values on the CPU. `materialize` reads the weights later.
+transformers decides everything: the class, the mapping from names in files to weights, missing weights and their
+initialization, tied weights, and buffers that are in no file. Only the bytes are not read: each weight that is in a
+file becomes a parameter on the meta device, all other tensors have values on the CPU.
 
-Invariant: after the weights are read, the model equals that of `from_pretrained` bit for bit.
+`materialize` runs after sharding. A rank's part is allocated on its final device, then read from the files, tensor by
+tensor. So no rank ever holds more of the model than its part and one tensor, or one group of tensors that are converted
+together.
 
-Load this rank's part of the weights into a model that was made without them (`huggingface.lazy_weights`). Runs after
-sharding: a rank's part is allocated on its final device, then read from the files, tensor by tensor. So no rank ever
-holds more of the model than its part and one tensor, or one group of tensors that are converted together.
-
-Invariant: afterwards every weight has the value of the files, or was initialized by transformers if no file has it.
+Invariant: after the weights are read, the model equals that of `from_pretrained` bit for bit: every weight has the
+value of the files, or was initialized by transformers if no file has it.
 """
 
 import logging
