@@ -1,7 +1,7 @@
 """Budgets for the size of the library: lines, files, folders, names and long signatures.
 
-A feature that needs more lines or files raises `LINES` and `FILES` in its own commit, with the reason. All other budgets
-only tighten.
+A feature that needs more lines or files raises `LINES` and `FILES` in its own commit, with the reason. All other
+budgets only tighten.
 """
 
 import ast

@@ -196,8 +196,8 @@ class ShardingSpec:
     """Options of `shard`."""
 
     compute_dtype: torch.dtype
-    """Dtype of the forward and backward pass; master weights stay float32, and those of `huggingface.load.stays_float32`
-    also compute in it."""
+    """Dtype of the forward and backward pass; master weights stay float32, and those of
+    `huggingface.load.stays_float32` also compute in it."""
     cpu_offload: bool
     """Keep parameters, gradients and optimizer state in host memory."""
     device: torch.device
