@@ -20,7 +20,6 @@ _SINGLE_CONTROLLER = ("the single controller (async)", ())
 _VISION = "multimodal data (VLM)"
 
 NOT_BUILT: dict[str, tuple[str, tuple[str, ...]]] = {
-    "nemo_rl.algorithms.async_utils": ("async GRPO", ()),
     "nemo_rl.algorithms.grpo_sync": ("the data plane", ()),
     "nemo_rl.algorithms.single_controller": _SINGLE_CONTROLLER,
     "nemo_rl.algorithms.single_controller_utils": _SINGLE_CONTROLLER,
@@ -54,6 +53,8 @@ NOT_BUILT: dict[str, tuple[str, tuple[str, ...]]] = {
 ELSEWHERE: dict[str, str] = {
     "nemo_rl.models.value": "a critic is a Policy (nemo_rl.models.policy.lm_policy) with reward_model_cfg.enabled, "
     "which has get_values",
+    "nemo_rl.algorithms.async_utils": "grpo.overlap.mode=ahead, or grpo.async_grpo.enabled=true, samples while the "
+    "policy trains; nemo_rl.algorithms.rollout.ahead does it",
     "nemo_rl.algorithms.interfaces": "import LossFunction and LossType from nemo_rl.algorithms.loss.interfaces",
     "nemo_rl.algorithms.logits_sampling_utils": "nemo_rl.distributed.parallel_logprobs has apply_top_k_top_p",
     "nemo_rl.algorithms.loss.utils": "a loss receives its input prepared, in the form that its input_type names "

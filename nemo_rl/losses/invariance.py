@@ -57,7 +57,7 @@ def check_invariance(
     Everything is computed in float64. Checked: each way to cut the rows into consecutive
     microbatches of equal size, one uneven cut, contiguous and round-robin shards with two
     microbatches each, shuffled rows, and right padding filled with random values. Metrics are summed, or
-    reduced as `interfaces.extreme_of` says.
+    reduced as `loss_function.extreme_of` says.
 
     Args:
         loss_fn: The loss.

@@ -23,7 +23,9 @@ _MONITORS = OnlyWith("monitor_gpus")
 class WandbConfig(Section):
     """Weights & Biases."""
 
-    later: ClassVar[dict[str, str]] = {"log_nemo_gym_full_result_tables": "NeMo-Gym"}
+    ignored: ClassVar[dict[str, str]] = {
+        "log_nemo_gym_full_result_tables": "samples of every environment are in the run's log folder",
+    }
 
     project: str | None = "grpo-dev"
     """Project of the run."""

@@ -211,7 +211,6 @@ NOT_BUILT = {
         "async_rl.generation_router={enabled: true}",
         "data.train.allowed_problem_types=[a]",
         "data.custom_dataloader=a.b",
-        "logger.wandb.log_nemo_gym_full_result_tables=true",
     ),
     "distillation": ("teachers=[{model_name: a}]", "loss_fn.gold_loss=true", "loss_fn.vocab_topk=8192"),
     "eval": ("tokenizer.video={num_frames: 32}",),

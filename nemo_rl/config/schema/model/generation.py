@@ -295,7 +295,6 @@ class GenerationConfig(Section):
     """Sampling of answers."""
 
     later: ClassVar[dict[str, str]] = {
-        "_mtp_weights_from_refit": "multi-token prediction",
         "quant_cfg": "quantised generation",
         "real_quant": "quantised generation",
         "real_quant_ignore": "quantised generation",
@@ -303,6 +302,7 @@ class GenerationConfig(Section):
     }
     ignored: ClassVar[dict[str, str]] = {
         "_debug_payload_metrics": "sizes of messages are not reported",
+        "_mtp_weights_from_refit": "layers for multi-token prediction get their weights with every sync",
         "_pad_token_id": "it comes from the tokenizer",
         "dynamo_cfg": "it belongs to another backend",
         "model_name": "engines always serve policy.model_name",

@@ -8,8 +8,7 @@ ranks and the backend.
 
 Reduce metrics over microbatches, ranks and optimizer updates. Workers reduce over microbatches, the controller over
 ranks and updates. Invariant: losses divide their metrics by global counts, so the parts of one update add up. A
-metric's name tells whether it is a count (`is_count`) or an extreme (`interfaces.extreme_of`); all other metrics are
-means.
+metric's name tells whether it is a count (`is_count`) or an extreme (`loss_function.extreme_of`); all other metrics are means.
 """
 
 import statistics
