@@ -1,14 +1,12 @@
 """Call a loss on the model's output: build its inputs, and reduce its metrics.
 
-Build the inputs that a loss declares in `input_type`, and call the loss on the model's output.
+`rank.PolicyWorker.train` builds the inputs that a loss declares in `input_type` before the forward, and calls the loss
+after it; `lm_policy` checks the keys that a batch needs. Workers reduce metrics over microbatches, the controller over
+ranks and updates. A metric's name tells whether it is a count (`is_count`) or an extreme (`loss_function.extreme_of`);
+all other metrics are means.
 
-`rank.PolicyWorker.train` builds inputs before the forward and calls the loss after it; `lm_policy` checks the keys that
-a batch needs. Invariant: losses of one input type receive the same tensors in the same places, whatever the layout, the
-ranks and the backend.
-
-Reduce metrics over microbatches, ranks and optimizer updates. Workers reduce over microbatches, the controller over
-ranks and updates. Invariant: losses divide their metrics by global counts, so the parts of one update add up. A
-metric's name tells whether it is a count (`is_count`) or an extreme (`loss_function.extreme_of`); all other metrics are means.
+Invariants: losses of one input type receive the same tensors in the same places, whatever the layout, the ranks and the
+backend; losses divide their metrics by global counts, so the parts of one update add up.
 """
 
 import statistics
