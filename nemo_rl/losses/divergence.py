@@ -1,7 +1,6 @@
 """Measure how far two policies are apart on the sampled tokens.
 
-Per-token estimators of the KL divergence between two policies. All functions are element-wise; the caller applies masks
-and reductions.
+The estimators of the KL divergence of two policies are element-wise functions; the caller applies masks and reductions.
 
 The gradient of a divergence `E_p[k]` has two parts, because the policy also decides which tokens are sampled:
 
@@ -10,9 +9,8 @@ The gradient of a divergence `E_p[k]` has two parts, because the policy also dec
 Differentiating an estimate `k` gives the first part only. Weighting it by `exp(log p - stop(log p))`, which is 1 and
 has the gradient of `log p`, adds the second, the score-function part.
 
-Measure how much the trained policy and the generation engine disagree on the sampled tokens.
-
-`policy_gradient` always reports these. Invariant: nothing here is differentiable; sums are divided by counts of the
+`policy_gradient` always reports how much the trained policy and the generation engine disagree. Invariant: nothing of
+this is differentiable; sums are divided by counts of the
 global batch, so parts of a batch add up; and no value is clamped: beyond the range of the number format it is infinite.
 
 Legend: `B` samples, `T` predicted positions.

@@ -1,10 +1,10 @@
 """The engines of a group as the controller sees them: which one gets a request, which are replaced, join or leave.
 
-The engines of a group as the controller sees them, and which of them gets a request. A request goes to the engine that
-holds its prefix, or else to the one that is expected to answer it first: the one with the fewest open requests, where
-those of a slow engine count more. Invariant: the choice changes no answer, because each request carries its seed.
+A request goes to the engine that holds its prefix, or else to the one that is expected to answer it first: the one with
+the fewest open requests, where those of a slow engine count more. Invariant: the choice changes no answer, because each
+request carries its seed.
 
-Let engines leave and join while a run goes on, as many as a file says.
+Engines leave and join while a run goes on, as many as a file says.
 
     follow()   before each sync: read the file
                  fewer: the last engines get no more requests, and answer those that they have
@@ -15,9 +15,7 @@ Let engines leave and join while a run goes on, as many as a file says.
 The bundles of engines that left stay reserved for them. Invariants: the engines that take part are always the first
 ones, so their ranks have no gap; no engine gets a request before it has weights, and none ends with one.
 
-Wait for calls of engine workers on an event loop, without losing calls whose wait is given up.
-
-`engine_group` uses it for its long polls.
+`Wait` is the wait for a call of an engine's worker on an event loop; a call whose wait is given up is not lost.
 """
 
 import asyncio

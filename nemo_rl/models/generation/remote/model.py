@@ -1,7 +1,5 @@
 """Ask the model of an endpoint for answers: requests and their JSON, attempts with growing pauses.
 
-Ask the model of an endpoint for answers: a bound on requests at the same time, attempts with growing pauses.
-
     generate() ─► slot ─► request ─► answer
                    ▲  pause, twice as long each time │ overloaded, unreachable, too slow, no completion
                    └─────────────────────────────────┘ at most max_attempts

@@ -1,7 +1,5 @@
 """Adapt SGLang servers to the `Engine` protocol: their JSON, and new weights through files.
 
-Adapt SGLang servers to the `Engine` protocol.
-
     generate() ─► slot ─► /generate ─► answer
                     ▲                    │ "abort" by an update (pause_generation_mode: abort)
                     └── the rest of it ◄─┘
