@@ -1,15 +1,17 @@
 """Losses of preferences: pairs of answers (reward models, DPO), and single answers with a label (KTO).
 
-Rows of pairs are interleaved: row 2i is the chosen answer of pair i, row 2i + 1 the rejected one. Invariant: a pair counts only if both of its rows count (in NeMo RL the
-chosen row decides), and the number of pairs in the global batch is `global_valid_seqs / 2`.
+Rows of pairs are interleaved: row 2i is the chosen answer of pair i, row 2i + 1 the rejected one. Invariant: a pair
+counts only if both of its rows count (in NeMo RL the chosen row decides), and the number of pairs in the global batch
+is `global_valid_seqs / 2`.
 
-The loss of one pair is computed from the rewards of its answers, and then reduced over the batch. A variant of DPO is a row of `VARIANTS`: a function of two rewards, and
-whether rewards are averages over tokens and relative to a reference. Invariant: each function is the formula of its
-paper, with m = reward_chosen - reward_rejected; rewards are already multiplied by beta.
+The loss of one pair is computed from the rewards of its answers, and then reduced over the batch. A variant of DPO is a
+row of `VARIANTS`: a function of two rewards, and whether rewards are averages over tokens and relative to a reference.
+Invariant: each function is the formula of its paper, with m = reward_chosen - reward_rejected; rewards are already
+multiplied by beta.
 
 Kahneman-Tversky optimisation learns from single answers that are labelled desirable or undesirable; `algorithms.kto`
-prepares its batches. Invariant: values that all rows of the global batch share (the baseline, the
-number of desirable rows) are constant columns of the batch, so the loss does not depend on how the batch was cut.
+prepares its batches. Invariant: values that all rows of the global batch share (the baseline, the number of desirable
+rows) are constant columns of the batch, so the loss does not depend on how the batch was cut.
 
 Legend: `P` pairs, `B` rows (2P for pairs), `T` predicted positions.
 """

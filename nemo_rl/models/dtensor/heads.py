@@ -1,24 +1,25 @@
 """Hugging Face models whose forward returns what a policy needs: log-probabilities of tokens, or numbers.
 
-Of a causal language model, the decoder body computes hidden
-states; the output head then runs only on the positions that are scored, in chunks (`distributed.parallel_logprobs`).
-Both happen inside one module's forward, because FSDP2 gathers the root's parameters (embedding, final norm, head)
-around that call.
+Of a causal language model, the decoder body computes hidden states; the output head then runs only on the positions
+that are scored, in chunks (`distributed.parallel_logprobs`). Both happen inside one module's forward, because FSDP2
+gathers the root's parameters (embedding, final norm, head) around that call.
 
 Invariant: parameters keep their Hugging Face names under `hf`, and the log-probabilities are those of the model's own
 logits: `find_transform` compares the two. A model with a head that `huggingface.head` cannot describe uses its own
 forward, on ranks that hold the whole head.
 
-A sequence classifier with one label returns a number for each given position. It has the same signature as the wrapper of language models, so that `backend` can run either. The body computes hidden states; the
-scalar head sees only the positions that the inputs name: the last token of each sequence for scores of a reward model,
-the token before each target for values of a critic.
+A sequence classifier with one label returns a number for each given position. It has the same signature as the wrapper
+of language models, so that `backend` can run either. The body computes hidden states; the scalar head sees only the
+positions that the inputs name: the last token of each sequence for scores of a reward model, the token before each
+target for values of a critic.
 
 Invariant: parameters keep their Hugging Face names under `hf`, and the score of a sequence equals that of
 `AutoModelForSequenceClassification`; `require_scoring_head` compares the two on a small probe model.
 
-Configurations describe the operations that turn hidden states into logits under different names, or not at all. So each operation that the configuration suggests is
-compared with the model's own logits. Invariant: a returned transform reproduces the logits, including large logits
-outside of the usual range of the loaded weights, where soft-capping has an effect.
+Configurations describe the operations that turn hidden states into logits under different names, or not at all. So each
+operation that the configuration suggests is compared with the model's own logits. Invariant: a returned transform
+reproduces the logits, including large logits outside of the usual range of the loaded weights, where soft-capping has
+an effect.
 """
 
 import itertools

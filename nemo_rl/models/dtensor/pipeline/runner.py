@@ -1,8 +1,8 @@
 """Run a pipeline program on one stage: its order of passes (1F1B), and the exchange of hidden states.
 
-All stages have the same microbatches, so each stage can compute the shape of every tensor it receives. Sends and receives of one round are
-started together and finished later: before their tensors are used, and at the latest after two more rounds of this
-stage have been started, which bounds the number of tensors in transit.
+All stages have the same microbatches, so each stage can compute the shape of every tensor it receives. Sends and
+receives of one round are started together and finished later: before their tensors are used, and at the latest after
+two more rounds of this stage have been started, which bounds the number of tensors in transit.
 
 Invariant: a stage computes gradients of sums, as one process does; this module scales no loss.
 
