@@ -26,7 +26,8 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl.compat.public_names import public_names
-from nemo_rl.distributed.cluster.joined_ray import join_ray, require_cluster
+from nemo_rl.distributed.cluster.address import require_cluster
+from nemo_rl.distributed.cluster.joined_ray import join_ray
 from nemo_rl.distributed.cluster.local_ray import LOOPBACK, local_ray_has_died, start_local_ray
 from nemo_rl.distributed.cluster.node_choice import NodeRoom, choose_nodes, living_nodes, shortage
 from nemo_rl.distributed.cluster.node_health import lost_nodes

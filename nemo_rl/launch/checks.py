@@ -30,7 +30,7 @@ from nemo_rl.config import EvalMasterConfig, MasterConfig, RunConfig, check_devi
 from nemo_rl.config.base.names import is_own_class
 from nemo_rl.config.loading.algorithms import ALGORITHMS
 from nemo_rl.config.rules.trackers import check_trackers
-from nemo_rl.distributed.cluster.joined_ray import require_cluster
+from nemo_rl.distributed.cluster.address import require_cluster
 from nemo_rl.distributed.cluster.start_checks import ray_folder, require_startable_ray
 from nemo_rl.host.capacity import free_bytes, readable_bytes
 from nemo_rl.utils.addresses import cluster_address

@@ -12,7 +12,7 @@ from nemo_rl.commands.doctor.nodes import NODE_CHECKS, NODES, NODES_DEADLINE_S
 from nemo_rl.commands.doctor.runner import perform
 from nemo_rl.commands.doctor.versions import installed_versions
 from nemo_rl.config import RunConfig
-from nemo_rl.distributed.cluster.joined_ray import START_ONE, unreachable
+from nemo_rl.distributed.cluster.address import START_ONE, unreachable
 from nemo_rl.distributed.virtual_cluster import init_ray
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.agents.nemo_gym import should_use_nemo_gym
-from nemo_rl.algorithms.setup.packages import check_packages
+from nemo_rl.algorithms.setup.preflight import check_environments
 from nemo_rl.config import REPOSITORY_ROOT, EvalMasterConfig, GRPOMasterConfig, load_config
 from nemo_rl.config.schema.agents import HeadServerConfig
 from nemo_rl.utils.errors import ConfigError
@@ -114,10 +114,8 @@ def test_a_missing_program_is_refused_before_ray_starts(monkeypatch: pytest.Monk
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     config = loaded("env.nemo_gym.command=[no_such_run]")
     with pytest.raises(ConfigError, match="'no_such_run', which is not in PATH. Install NeMo Gym"):
-        check_packages(config)
-    own = loaded("env.nemo_gym.command=[no_such_run]", "+cluster.venvs.nemo_gym={packages: [nemo-gym]}")
-    monkeypatch.setattr("nemo_rl.algorithms.setup.packages._refuse", lambda *_: None)  # packages of other workers
-    check_packages(own)
+        check_environments(config)
+    check_environments(loaded("env.nemo_gym.command=[no_such_run]", "+cluster.venvs.nemo_gym={packages: [nemo-gym]}"))
 
 
 def test_a_collection_takes_all_rows_and_needs_some_and_a_new_file(tmp_path: Path) -> None:

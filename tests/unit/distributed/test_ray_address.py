@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 import nemo_rl
-from nemo_rl.distributed.cluster import joined_ray as ray_address
-from nemo_rl.distributed.cluster.joined_ray import require_cluster, unreachable
+from nemo_rl.distributed.cluster import address as ray_address
+from nemo_rl.distributed.cluster.address import require_cluster, unreachable
 from nemo_rl.utils.addresses import cluster_address
 from nemo_rl.utils.errors import ConfigError
 

@@ -109,7 +109,7 @@ def test_servers_whose_guard_was_killed_are_ended_and_started_again(tmp_path: Pa
         found = [await environment.step([[]], [metadata(endpoint.url, row())])]
         servers = set(processes_with("calculator_servers.py")) & set(processes_with(str(tmp_path)))
         mine = f"\0{os.getpid()}\0".encode()  # a guard is told the process that started it
-        guards = processes_with("agents/guard.py")
+        guards = processes_with("programs/guard.py")
         (guard,) = (pid for pid in guards if Path(f"/proc/{pid}/cmdline").read_bytes().endswith(mine))
         os.kill(guard, signal.SIGKILL)
         await asyncio.sleep(1)

@@ -9,6 +9,7 @@ import torch
 from nemo_rl.models.generation import rows
 from nemo_rl.models.generation.hf import HfEngine
 from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest, SamplingParams, VersionSpan
+from nemo_rl.models.generation.rows import draw as _draw
 from nemo_rl.models.generation.rows import filtered_logprobs
 from nemo_rl.models.generation.stepped import Finished
 from nemo_rl.utils.errors import GenerationError
@@ -22,7 +23,7 @@ class TakesTheSecond(HfEngine):
     def step(self) -> list[Finished]:
         def second(logits: torch.Tensor, params: SamplingParams, *rest: object) -> Drawn:
             if params.temperature:
-                return rows.draw(logits, params, *rest)
+                return _draw(logits, params, *rest)
             token = int(logits.topk(2).indices[1])
             return token, float(logits.float().log_softmax(-1)[token])
 
@@ -44,7 +45,7 @@ class ReportsRaw(HfEngine):
 
     def step(self) -> list[Finished]:
         def raw(logits: torch.Tensor, params: SamplingParams, *rest: object) -> Drawn:
-            token, _ = rows.draw(logits, params, *rest)
+            token, _ = _draw(logits, params, *rest)
             kept = {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
             plain = SamplingParams(**{name: value for name, value in kept.items() if name not in self.changed})
             return token, float(filtered_logprobs(logits, plain)[token])
@@ -64,7 +65,7 @@ class DrawsTooSharply(HfEngine):
 
     def step(self) -> list[Finished]:
         def sharp(logits: torch.Tensor, params: SamplingParams, *rest: object) -> Drawn:
-            token, _ = rows.draw(logits * 1.5, params, *rest)
+            token, _ = _draw(logits * 1.5, params, *rest)
             return token, float(filtered_logprobs(logits, params)[token])
 
         with mock.patch.object(rows, "draw", sharp):
