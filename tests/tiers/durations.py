@@ -13,8 +13,10 @@ from pathlib import Path
 HERE = Path(__file__).parent
 STORED = HERE / "durations.json"
 REPRESENTATIVES = HERE / "representatives.txt"
-LONGEST_S = 6.0
+LONGEST_S = 4.0
 """Seconds above which a function belongs to the full tier, unless it is a representative."""
+_SHARED = 'scope="module"'
+"""In the source of a file: its tests share what a fixture starts, and leaving out only the slowest saves nothing."""
 SHORTEST_STORED_S = 0.2
 """Shorter functions are stored as one sum for each file."""
 REST = "*"
@@ -33,21 +35,29 @@ def stored() -> Seconds:
 
 @cache
 def representatives() -> frozenset[str]:
-    """Read the functions that stay in the default tier whatever they take, as `file::function`."""
+    """Read the functions, as `file::function`, and files that stay in the default tier whatever they take."""
     lines = REPRESENTATIVES.read_text(encoding="utf-8").splitlines()
     return frozenset(line.split("#")[0].strip() for line in lines) - {""}
 
 
 def is_full(file: str, function: str) -> bool:
     """Return whether a function belongs to the full tier."""
-    taken = stored().get(file, {}).get(function, 0.0)
-    return taken > LONGEST_S and f"{file}::{function}" not in representatives()
+    if representatives() & {file, f"{file}::{function}"}:
+        return False
+    return stored().get(file, {}).get(function, 0.0) > LONGEST_S or _is_full_as_a_whole(file)
+
+
+@cache
+def _is_full_as_a_whole(file: str) -> bool:
+    """Return whether the tests of a file share a fixture that takes long."""
+    path = HERE.parent / file
+    slowest = max((seconds for name, seconds in stored().get(file, {}).items() if name != REST), default=0.0)
+    return slowest > LONGEST_S and path.exists() and _SHARED in path.read_text(encoding="utf-8")
 
 
 def is_full_file(path: Path, file: str) -> bool:
     """Return whether all test functions of a file belong to the full tier, without importing it."""
-    names = stored().get(file, {})
-    if not names or REST in names or not any(is_full(file, name) for name in names):
+    if not any(is_full(file, name) for name in stored().get(file, {})):
         return False
     return all(is_full(file, name) for name in _test_functions(path))
 
