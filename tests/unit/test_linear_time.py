@@ -69,7 +69,7 @@ JUDGES = {
     for name, keys in {"absolute": {}, "pairwise": {"mode": "pairwise"}}.items()
 }
 REQUEST = CallRequest(messages=[], tools=[], forced_tool="f")
-COMPARISON = ("compare", "numbers", "parts", "symbolic", "text", "units", "words")
+COMPARISON = ("compare", "numbers", "symbolic", "text", "words")
 MATH = (
     *(f"environments/grading/comparison/{name}.py" for name in COMPARISON),
     *(

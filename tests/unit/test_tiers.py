@@ -82,7 +82,9 @@ def test_the_change_is_what_differs_from_a_commit(tmp_path: Path) -> None:
     )
 
 
-def test_durations_are_stored_by_function_and_gone_ones_are_forgotten(tmp_path: Path, monkeypatch) -> None:
+def test_durations_are_stored_by_function_and_gone_ones_are_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = tmp_path / "tiers"
     here.mkdir()
     (tmp_path / "test_a.py").write_text("def test_long(): ...\ndef test_short(): ...\ndef test_shorter(): ...\n")

@@ -9,8 +9,8 @@ Invariant: no pattern is tried from more than one place of the same run of chara
 import re
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
 from decimal import Decimal
+from typing import NamedTuple
 
 from nemo_rl.environments.grading.grade import VerifierResult
 
@@ -36,15 +36,14 @@ _TAIL_CHARS = 5000
 """Characters of the end of a response in which an answer without a box is searched."""
 
 
-@dataclass(frozen=True)
-class Box:
+class Box(NamedTuple):
     """A box with balanced braces. Boxes can be nested thousands of times, so that none holds a copy of its text."""
 
     start: int
     """Position of its backslash."""
     end: int
     """Position after its last brace."""
-    text: str = field(repr=False)
+    text: str
     """The text that the box is in."""
     first: int
     """Position of what it holds, after white space."""
@@ -118,7 +117,7 @@ def _outer(boxes: list[Box]) -> list[Box]:
         if outer and box.end <= outer[-1].end:
             around = outer[-1]
             if around.first < around.last and around.text[around.last - 1] == "}" and around.end - 1 >= box.end:
-                outer[-1] = replace(around, first=box.first, last=box.last)
+                outer[-1] = around._replace(first=box.first, last=box.last)
             continue
         outer.append(box)
     return outer

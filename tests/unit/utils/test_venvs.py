@@ -172,7 +172,7 @@ def test_extras_are_installed_at_the_locked_versions(tmp_path, wrap_uv):
     (sync,) = (line for line in calls.read_text().splitlines() if line.startswith("sync"))
     assert sync.endswith("--frozen --no-install-project --extra mcore")
     assert ".policy.making-" in (tmp_path / "uv.into").read_text()
-    with pytest.raises(ConfigError, match="no extra vlm; it has cpu, .*vllm"):
+    with pytest.raises(ConfigError, match="no extra vlm; it has agents, cpu, .*vllm"):
         create_local_venv("uv run --extra vlm", "policy")
 
 
