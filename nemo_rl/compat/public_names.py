@@ -161,6 +161,8 @@ class _MovedFinder(MetaPathFinder):
     """
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
+        if not fullname.startswith("nemo_rl."):
+            return None  # the import system asks for every module
         for old, new in MOVED.items():
             if fullname == old or fullname.startswith(f"{old}."):
                 return ModuleSpec(fullname, _MovedModule(new + fullname.removeprefix(old)))

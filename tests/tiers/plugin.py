@@ -74,8 +74,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = _chosen(config, [item for item in items if _is_candidate(item)])
         left_out = [item for item in items if _name_of(item) not in chosen]
         items[:] = [item for item in items if _name_of(item) in chosen]
-        order = {name: place for place, name in enumerate(chosen)}
-        items.sort(key=lambda item: min(order[name] for name in chosen if name[0] == _name_of(item)[0]))
+        files = list(dict.fromkeys(file for file, _ in chosen))
+        items.sort(key=lambda item: files.index(_name_of(item)[0]))
         config.hook.pytest_deselected(items=left_out)
 
 

@@ -14,12 +14,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from package_source import PACKAGE, ROOT, files, tree_of
 
 from nemo_rl.config import load_config
 from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
-
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "nemo_rl"
 
 LAYERS: list[set[str]] = [
     {"config", "utils", "host", "files", "compat", "optimizations"},
@@ -156,17 +154,8 @@ RE_EXPORTS = ["algorithms/advantage_estimator.py", "algorithms/reward_functions.
 MAX_RE_EXPORT_LINES = 40
 
 
-def files() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
-
-
 def name_of(file: Path) -> str:
     return file.relative_to(PACKAGE).as_posix()
-
-
-@cache
-def tree_of(file: Path) -> ast.Module:
-    return ast.parse(file.read_text(encoding="utf-8"))
 
 
 @cache

@@ -12,10 +12,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from package_source import PACKAGE, files, tree_of
 
 pytestmark = pytest.mark.fast
 
-PACKAGE = Path(__file__).resolve().parents[2] / "nemo_rl"
 OPTIONAL = ("sandbox", "kits", "agents", "commands")
 """Packages above the core."""
 
@@ -35,10 +35,6 @@ LONG_SIGNATURES = 45
 """Functions with more than 6 parameters, `self` and `cls` not counted."""
 
 
-def files() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
-
-
 def is_core(file: Path) -> bool:
     return file.relative_to(PACKAGE).parts[0] not in OPTIONAL
 
@@ -46,11 +42,6 @@ def is_core(file: Path) -> bool:
 @cache
 def lines_of(file: Path) -> list[str]:
     return file.read_text(encoding="utf-8").splitlines()
-
-
-@cache
-def tree_of(file: Path) -> ast.Module:
-    return ast.parse(file.read_text(encoding="utf-8"))
 
 
 @cache
