@@ -55,7 +55,7 @@ def kinds_of(file: Path) -> Counter[str]:
             kinds[number] = "comment"
     for node in ast.walk(tree_of(file)):
         kind = "documentation" if is_text(node) else "import" if isinstance(node, ast.Import | ast.ImportFrom) else None
-        if kind is not None:
+        if kind is not None and isinstance(node, ast.stmt):
             kinds |= dict.fromkeys(range(node.lineno, (node.end_lineno or node.lineno) + 1), kind)
     return Counter(kinds.values())
 
