@@ -90,11 +90,12 @@ BOMBS = {
 def test_a_template_that_uses_up_the_machine_is_refused(name, qwen3_folder, monkeypatch):
     monkeypatch.setattr("nemo_rl.data.tokenizer.TEMPLATE_LIMIT_S", 2.0)
     started, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    children = psutil.Process().children()  # Ray's processes, where an earlier test has started it
     with pytest.raises(ConfigError, match=r"policy\.tokenizer\.chat_template .* (takes longer|needs more)"):
         get_tokenizer(config(qwen3_folder, BOMBS[name]))
     assert time.monotonic() - started < 15
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000, "in KiB: the process itself took it"
-    assert not psutil.Process().children()
+    assert set(psutil.Process().children()) <= set(children)
 
 
 def test_template_kwargs_are_bound_and_survive_copies(qwen3_folder):
