@@ -137,11 +137,7 @@ class _Episode:
         self._playing = asyncio.create_task(self._play(environment, row))
 
     async def next_messages(self, answer: str | None) -> list[dict[str, Any]] | None:
-        """Return the messages that the environment added before it asked again; None if it is over.
-
-        Args:
-            answer: text of the last turn; None before the first.
-        """
+        """Return the messages that the environment added before it asked again; None if it is over."""
         if answer is not None:
             self._conversation.append({"role": "assistant", "content": answer})
             self._answers.put_nowait(answer)
@@ -203,11 +199,7 @@ class _Episode:
 
 
 def _loaded(config: VerifiersConfig) -> Any:
-    """Load the environment.
-
-    Raises:
-        ConfigError: it cannot be loaded, or needs more than messages of text.
-    """
+    """Load the environment."""
     place = f"env.verifiers.id={config.id!r}"
     if not hasattr(verifiers, "load_environment"):
         raise ConfigError("env.verifiers needs verifiers 0.1, whose environments a function load_environment makes.")

@@ -173,11 +173,7 @@ class _Server:
 
 
 def _package() -> Any:
-    """Import the package.
-
-    Raises:
-        ConfigError: it is missing, or older than its module `v1`.
-    """
+    """Import the package."""
     try:
         return importlib.import_module("verifiers.v1")
     except ModuleNotFoundError as error:
@@ -217,11 +213,7 @@ def _refuse_retries(package: Any, config: Any, place: str) -> None:
 
 
 def _result_of(episode: Any, client: Any) -> dict[str, Any]:
-    """Return reward, metrics and last reply of an episode whose policy was called through `client`.
-
-    Raises:
-        AgentError: it failed, or has not exactly one agent with a reward.
-    """
+    """Return reward, metrics and last reply of an episode whose policy was called through `client`."""
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         said = "; ".join(f"{error.type}: {error.message}" for error in errors)

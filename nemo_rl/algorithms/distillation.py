@@ -94,7 +94,6 @@ def check_vocab_equality(tokenizer: TokenizerType, student_model_name: str, teac
 
     Args:
         tokenizer: the student's.
-        student_model_name: for the message.
         teacher_model_name: hub id or folder of the teacher.
 
     Raises:

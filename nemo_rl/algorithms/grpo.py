@@ -94,7 +94,6 @@ def setup(
 
     Args:
         master_config: the configuration: an object, or the dict that a file would hold, which is checked like a file.
-        tokenizer: tokenizer of the model and of the data.
         dataset: training prompts: an `AllTaskProcessedDataset` with your own processors, or anything with `len()`
             and `[i]` that gives a `DatumSpec`.
         val_dataset: validation prompts of the same kinds; with `dataset` alone there is no validation.
@@ -153,7 +152,6 @@ class CreditAssignment:
 
     Args:
         config: the section `grpo`.
-        effort_levels: the section `effort_levels`.
     """
 
     def __init__(

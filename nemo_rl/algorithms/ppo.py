@@ -182,8 +182,6 @@ def train_in_epochs(
 
     Args:
         model: the model that is trained.
-        data: the rows of a step.
-        loss_fn: its loss.
         gbs: rows of each optimizer update, or of the updates of one pass.
         epochs: number of passes.
 

@@ -17,7 +17,6 @@ def rewarded_source(section: str, algorithm: RewardedTrainingConfig) -> Callable
 
     Args:
         section: name of the algorithm's section.
-        algorithm: the section.
 
     Raises:
         ConfigError: the class that `rollout_source.name` names cannot be used.

@@ -143,8 +143,6 @@ def forward_passes(config: PolicyGradientMasterConfig, loss_fn: LossFunction, *,
     if it or the configured loss needs them.
 
     Args:
-        config: the configuration of the run.
-        loss_fn: the loss of the policy.
         for_credit: whether advantages are computed from both.
     """
     on_policy = config.loss_fn.force_on_policy_ratio or config.updates_per_step <= 1

@@ -112,7 +112,6 @@ def public_names(module: str, homes: Mapping[str, str] | None = None) -> Callabl
     """Make a module's `__getattr__`.
 
     Args:
-        module: its `__name__`.
         homes: name -> module that defines it.
 
     Raises:

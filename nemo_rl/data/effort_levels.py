@@ -31,7 +31,6 @@ def drawn_level(levels: Mapping[str, EffortLevelConfig], run_seed: int, phase: s
 
     Args:
         levels: the section `effort_levels`, not empty.
-        run_seed: seed of the run.
         phase: "train", "validation", or the name of another validation set.
         row: the prompt's row.
     """
@@ -49,7 +48,6 @@ class EffortRows:
 
     Args:
         rows: the prompts without levels.
-        levels: the section `effort_levels`.
         phase: as in `drawn_level`.
         tokenizer: renders the prompts again.
         max_seq_length: longest prompt in tokens; None means no limit.
@@ -146,10 +144,7 @@ def with_effort_levels(
 
     Args:
         data: the prompts.
-        levels: the section `effort_levels`.
-        run_seed: seed of the run.
         tokenizer: renders the prompts again.
-        config: the section `data`.
 
     Raises:
         ConfigError: the chat template does not read a variable of a level.

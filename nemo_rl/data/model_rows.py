@@ -226,7 +226,6 @@ def position_ids(rows: Sequence[Tensor], column: Sequence[RowInputs], width: int
 
     Args:
         rows: token ids `[n]` of each of b rows.
-        column: their inputs.
         width: tokens of a padded row, or of the packed one with its filler.
         layout: "right" or "left" for rows padded there, "packed" for rows end to end.
 

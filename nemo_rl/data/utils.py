@@ -24,7 +24,6 @@ def setup_response_data(
 
     Args:
         tokenizer: Renders and tokenises prompts.
-        data_config: `data` of the configuration.
         env_configs: `env` of the configuration; None when answers are not graded (evaluation, distillation).
         is_vlm: Must be False.
 

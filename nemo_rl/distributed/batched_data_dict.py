@@ -150,7 +150,6 @@ class BatchedDataDict[DictT: Mapping[str, Any]](UserDict):
             rows `0 1 2 3 4 5 6 7`, 2 shards, batch_size 4 -> `0 1 4 5` and `2 3 6 7`.
 
         Args:
-            shards: number of shards.
             batch_size: rows of one global batch; None takes all rows as one.
             allow_uneven_shards: let the first shards hold one row more when the rows do not divide
                 (shards may then be empty); only without `batch_size`.

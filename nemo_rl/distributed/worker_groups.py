@@ -166,7 +166,6 @@ class RayWorkerGroup:
         """Call a method with the same arguments on all workers.
 
         Args:
-            method_name: method of the worker object.
             *args: positional arguments; each is stored once for all workers.
             run_rank_0_only_axes: call only workers at position 0 of these axes.
             workers: call only these workers.
@@ -192,7 +191,6 @@ class RayWorkerGroup:
         """Call a method with each worker's own arguments.
 
         Args:
-            method_name: method of the worker object.
             run_rank_0_only_axes: call only workers at position 0 of these axes.
             common_kwargs: arguments that all workers get.
             **kwargs: lists with one value for each called worker.
@@ -227,7 +225,6 @@ class RayWorkerGroup:
         """Call a method with the shard for each worker's position.
 
         Args:
-            method_name: method of the worker object.
             in_sharded_axes: axes over which the values are sharded, outermost first.
             replicate_on_axes: axes along which all workers get the same shard. On axes in neither
                 list only workers at position 0 are called.

@@ -127,7 +127,6 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
 
         Args:
             section: the section of the environment, which fits `config_class`.
-            tokenizer: tokenizer of the policy.
             place: key of the section, for messages: `env.<name>`.
 
         Raises:

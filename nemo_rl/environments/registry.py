@@ -66,7 +66,6 @@ def register_env(env_name: str, actor_class_fqn: str) -> None:
     """Register an environment class under a name.
 
     Args:
-        env_name: Name in `env.<name>` and `data.*.env_name`.
         actor_class_fqn: Dotted path of the class; imported when the environment is created.
 
     Raises:
@@ -104,7 +103,6 @@ def check_environment(
 
     Args:
         env_name: A registered name or the dotted path of a class.
-        env_config: Its section of the configuration.
         tokenizer: Tokenizer of the policy; None in the checks that read neither tokenizers nor data.
         construct: Whether the class may check what its constructor needs; False where another Python has its packages.
         name_key: Key that has the name, for messages; empty: the name is a part of `place`.

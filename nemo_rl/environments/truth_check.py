@@ -108,7 +108,6 @@ def check_truths(
     """Grade known answers of each data set as their own answers; below 0.9 there is a warning.
 
     Args:
-        data_sets: the data sets of a run.
         graders: graders by the name of the environment; rows of others are not graded.
         task_env: environment by task name; a task without one is named after its environment.
 

@@ -125,7 +125,6 @@ def shutdown_environments(
     Sections and classes are skipped, since nothing of them runs.
 
     Args:
-        task_to_env: environments by task name.
         val_task_to_env: environments of validation, which may be the same.
     """
     environments = [*(task_to_env or {}).values(), *(val_task_to_env or {}).values()]

@@ -188,7 +188,6 @@ def ask_all(
     """Sample answers to the prompts that have none yet, batch by batch.
 
     Args:
-        config: the configuration.
         prompts: all prompts.
         store: the answers so far; new ones are added to it.
         sampler: samples and grades.

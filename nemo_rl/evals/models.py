@@ -68,7 +68,6 @@ def require_model(config: EvalMasterConfig, loop: EventLoopThread) -> None:
     """Ask an endpoint whether it has the model; does nothing for engines.
 
     Args:
-        config: the configuration.
         loop: asks.
 
     Raises:
@@ -83,7 +82,6 @@ def start_model(config: EvalMasterConfig, tokenizer: TokenizerType, resources: E
     """Start the engines, or make the client of the endpoint.
 
     Args:
-        config: the configuration.
         tokenizer: as `tokenizer_of` returns it, or the user's own.
         resources: ends what was started.
     """

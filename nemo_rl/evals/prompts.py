@@ -284,7 +284,6 @@ class GivenPrompts:
 
     Args:
         dataset: see `data.datasets.user_data.given_data`; rows without `task_name` are graded by `data.env_name`.
-        config: the `data` section.
 
     Raises:
         DataError: too many of its first rows are unusable.
@@ -317,7 +316,6 @@ class EvalPrompts:
     """Prompts of an evaluation's `data` section.
 
     Args:
-        config: the `data` section.
         tokenizer: renders and tokenises prompts.
         stop_strings: texts that end an answer, in addition to those of `generation`.
 

@@ -85,13 +85,7 @@ def consensus_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: in
 
 
 def _ways_to_lose(others: Sequence[tuple[int, int]], votes: int, num_drawn: int) -> int:
-    """Count the ways to draw `num_drawn` answers from texts that all lose against an answer with `votes` votes.
-
-    Args:
-        others: for each text, its number of copies, and the number that come after the winner's first copy.
-        votes: a text may have fewer votes, or equally many if all of its drawn copies come after the winner's.
-        num_drawn: total number of answers drawn from these texts.
-    """
+    """Count the ways to draw `num_drawn` answers from texts that all lose against an answer with `votes` votes."""
     ways = [1] + [0] * num_drawn
     for copies, after in others:
         own = [comb(copies, drawn) for drawn in range(votes)] + [comb(after, votes)]

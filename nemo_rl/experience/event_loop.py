@@ -211,7 +211,6 @@ class EventLoopThread:
         Args:
             start: makes the coroutine, which passes an item on by calling the argument.
             timeout_s: limit for the whole coroutine. When it is cancelled, its end is awaited for `CLEAN_UP_S`.
-            phase: for the message.
             describe: describes the pending work; called at the deadline.
             num_expected: number of items, for the console; None: not known.
 

@@ -49,7 +49,6 @@ class ProgramPlayer(Protocol):
 
         Args:
             sample: has only its prompt.
-            section: the section of its environment.
             step_of: the method `step` of its environment.
             sampling: the sampling parameters of the run.
             seed_of: makes the seeds of answers.

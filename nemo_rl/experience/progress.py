@@ -87,7 +87,6 @@ class SampleProgress:
         """Rebuild a sample from its `state_dict`.
 
         Args:
-            state: the state.
             start: the same sample before its first turn; gives what belongs to the prompt.
         """
         sample = Trajectory.from_state(state["trajectory"])
@@ -165,7 +164,6 @@ async def states_of(
     """Return the samples of groups that are being played; they are played on.
 
     Args:
-        groups: the groups.
         generation: samples their responses.
         can_continue: whether the episode of a sample can continue in another process.
 

@@ -74,7 +74,6 @@ class RolloutRunner:
         limits: bounds.
         loop: runs the coroutines.
         text_rules: which texts have their control tokens encoded as ordinary text; None: `TextRules()`.
-        optimizations: value of `cluster.optimizations`.
         review: notes penalties on finished samples.
         endpoint: section of the endpoint for agents; None: its defaults.
     """
@@ -287,11 +286,7 @@ class RolloutRunner:
         return Rollouts(sorted(samples, key=lambda t: (t.group_index, t.sample_index)), metrics)
 
     async def _within_limit[T](self, playing: Coroutine[Any, Any, T], what: str) -> T:
-        """Run a coroutine to its end, or cancel it after `RolloutLimits.timeout_s`.
-
-        Raises:
-            DeadlineExceededError: it takes longer.
-        """
+        """Run a coroutine to its end, or cancel it after `RolloutLimits.timeout_s`."""
         task = asyncio.ensure_future(playing)
         try:
             finished, _ = await asyncio.wait([task], timeout=self._limits.timeout_s)

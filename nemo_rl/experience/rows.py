@@ -61,7 +61,6 @@ def rows_per_update(
 
     Args:
         trajectories: samples of a step.
-        samples_per_update: samples of one update.
         model: section of the model that is trained, for errors.
 
     Returns:

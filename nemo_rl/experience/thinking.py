@@ -195,7 +195,6 @@ def sampled_turns(
 
     Args:
         reader: finds tags.
-        token_ids: the whole sequence.
         spans: first token and end of each turn.
     """
     return [
@@ -246,7 +245,6 @@ def check_token_ids(tokenizer: Any, ids: dict[str, list[int]]) -> None:
     """Check that tokens exist.
 
     Args:
-        tokenizer: the tokenizer.
         ids: tokens by their key in `reward_penalties.token_ids`.
 
     Raises:

@@ -70,11 +70,7 @@ class _Unpickler(pickle.Unpickler):
 
 @contextmanager
 def _classes_as_they_are() -> Iterator[None]:
-    """Undo and refuse changes of the classes that a pickle may name: a pickle can set attributes of what it names.
-
-    Raises:
-        CheckpointError: the pickle set an attribute.
-    """
+    """Undo and refuse changes of the classes that a pickle may name: a pickle can set attributes of what it names."""
     classes = [value for value in _ALLOWED.values() if isinstance(value, type) and value.__module__ != "torch"]
     before = [dict(vars(each)) for each in classes]
     try:
@@ -119,11 +115,7 @@ def read_metadata(file: Path) -> metadata.Metadata:
 
 
 def _places(found: Any, file: Path) -> set[str]:
-    """Return the files that hold the values.
-
-    Raises:
-        CheckpointError: the metadata are not built as torch builds them.
-    """
+    """Return the files that hold the values."""
     described = found.__dict__ if isinstance(found, metadata.Metadata) else {}
     values, places = described.get("state_dict_metadata"), described.get("storage_data", {})
     kinds = (metadata.TensorStorageMetadata, metadata.BytesStorageMetadata)

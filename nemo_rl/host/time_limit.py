@@ -20,7 +20,6 @@ def time_limit(seconds: float, what: str) -> Iterator[None]:
     An alarm that was set before continues afterwards with its remaining time.
 
     Args:
-        seconds: the limit.
         what: name of the limited work, for the message.
 
     Raises:

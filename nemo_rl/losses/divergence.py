@@ -179,7 +179,6 @@ def sequence_error_metrics(errors_B: Tensor, counts_B: Tensor, num_samples: Tens
     """Return the largest, smallest and mean error of the samples that have a token that counts.
 
     Args:
-        errors_B: `sequence_errors`.
         counts_B: Non-zero for samples with a token that counts.
         num_samples: Number of such samples in the global batch.
     """

@@ -60,7 +60,6 @@ def check_invariance(
     reduced as `loss_function.extreme_of` says.
 
     Args:
-        loss_fn: The loss.
         model_output: Its first argument: `[B, T-1]` log-probabilities, `[B, T-1, ...]` logits, or scores `[B]`,
             `[B, 1]`.
         data: Tensors with first axis `B`; those shaped `[B, T, ...]` are per token.

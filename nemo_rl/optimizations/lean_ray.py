@@ -69,16 +69,7 @@ def lean_start(choice: Choice) -> LeanStart:
 def _start_process(
     start: Callable[..., Any], has_own_agents: bool, socket: str | None, command: list[str], *args: Any, **kwargs: Any
 ) -> Any:
-    """Call `services.start_ray_process` with other arguments for a raylet.
-
-    Args:
-        start: Ray's function.
-        has_own_agents: replace both agents by those of `ray_agents`.
-        socket: path of the fork server's socket; None leaves the worker's command as it is.
-        command: program and arguments of a daemon.
-        *args: passed on.
-        **kwargs: passed on.
-    """
+    """Call `services.start_ray_process` with other arguments for a raylet."""
     given = dict(argument.removeprefix("--").split("=", 1) for argument in command[1:] if "=" in argument)
     if "dashboard_agent_command" in given:
         wanted = _agent_commands(given) if has_own_agents else {}

@@ -52,11 +52,9 @@ def _write_port(path: Path, port: int) -> None:
 
 
 def _wait_for_connection(parent: int, server: socket.socket | None = None) -> None:
-    """Wait for a connection to `server`; exit if the parent ended before the kernel was told to end this process too.
+    """Wait for a connection to `server`, and exit if the raylet `parent` ends first.
 
-    Args:
-        parent: process id of the raylet.
-        server: listening socket; None waits until the parent ends.
+    The raylet can end before the kernel is told to end this process with it.
     """
     while os.getppid() == parent:
         if server is None:

@@ -58,7 +58,6 @@ class ThreadChoice:
     """One thread or two for the steps of an engine, depending on how many of its cores are idle.
 
     Args:
-        num_cores: cores of this engine.
         decodes_on_one: take two threads only for steps that read prompts.
     """
 
@@ -116,7 +115,6 @@ def start_threads(
     Args:
         model: as vLLM has packed it.
         config: vLLM's configuration of the model.
-        num_cores: cores of this engine.
         adapts: let a small model take a second thread; without it, it stays on one.
 
     Returns:

@@ -49,9 +49,6 @@ class CheckpointManager:
 
     Making a manager removes partial folders that a crash left, unless another process is writing there.
     `claim`, or the first `init_tmp_checkpoint`, makes this process the only writer of the folder until it ends.
-
-    Args:
-        config: the `checkpointing` section.
     """
 
     def __init__(self, config: CheckpointingConfig):
@@ -184,7 +181,6 @@ class CheckpointManager:
         """Start a checkpoint; the caller fills the returned folder and calls `finalize_checkpoint`.
 
         Args:
-            step: training step.
             training_info: save state and metrics (`val:<name>`, `train:<name>`); numbers may be tensors or
                 NumPy scalars.
             run_config: configuration of the run, stored next to the save state.

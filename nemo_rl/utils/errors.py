@@ -135,7 +135,6 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return ` Did you mean '<nearest>'?`, or an empty text if no known name is similar.
 
     Args:
-        name: the given name.
         known: the allowed names.
         cutoff: minimum similarity of two names, from 0 to 1.
     """

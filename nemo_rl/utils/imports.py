@@ -30,7 +30,6 @@ def import_dotted(path: str, error: type[Exception], what: str, advice: str) -> 
     """Import the object `name` of `package.module.name`.
 
     Args:
-        path: the dotted path.
         error: class of the error to raise if there is no such object.
         what: start of the error message: the source of the path, and the path.
         advice: last sentence of the message: what to do instead.

@@ -114,7 +114,6 @@ class Logger(LoggerInterface):
     """Logs to all backends; a backend that cannot be written causes a warning and does not end the run.
 
     Args:
-        cfg: the `logger` section.
         log_dir: this run's folder; None takes `cfg.log_dir`.
         total_steps: length of the console's progress bar.
 

@@ -78,7 +78,6 @@ class Registry[Part]:
         """Return an imported object if it is a class of this kind.
 
         Args:
-            found: the object.
             what: the key and its value, for messages.
 
         Raises:
@@ -176,7 +175,6 @@ def check_own_keys(made: type, key: str, values: Mapping[str, Any]) -> None:
     Args:
         made: a user's class; `config_class` is a dataclass or a pydantic model, None or absent for no check.
         key: key of the mapping, for messages.
-        values: the mapping.
 
     Raises:
         ConfigError: keys are unknown or missing, values are of another type, or `config_class` refuses them.

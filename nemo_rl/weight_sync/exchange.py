@@ -366,8 +366,6 @@ def fill_encoded(
 
     Args:
         flat: uint8, the bucket's bytes.
-        sent: its layout.
-        layout: the layout of the weights.
         blocks: by name of the weight; together they cover all slots of `layout`.
         encoding: what is sent in place of each weight.
     """

@@ -95,8 +95,6 @@ class LaneChoice:
 
     Args:
         spec: settings of the transport; for collectives, addresses and receivers are filled in here.
-        trainers: the trainer ranks.
-        workers_per_engine: workers of one engine.
         send_parts: whether parts may be sent.
     """
 

@@ -94,7 +94,6 @@ def part_of_view(shape: tuple[int, ...], offset: int, view: torch.Tensor) -> Par
     """Return a part of a contiguous tensor that contains all elements of a view of it.
 
     Args:
-        shape: shape of the tensor.
         offset: the tensor's first element in its storage.
         view: the view; it may have any strides.
 
@@ -250,7 +249,6 @@ class WholeWeights:
 
     Args:
         iterate: yields name and tensor; called once for each stream, and before the first one to describe them.
-        device: device of the tensors.
     """
 
     def __init__(

@@ -68,13 +68,7 @@ def fingerprint(flat: torch.Tensor, slot: TensorSlot) -> int:
 
 
 def _sums(raw: torch.Tensor, weights: torch.Tensor, products: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the weighted sums of a tensor's chunks, then the bytes after its last whole word, as 1-D int64 tensors.
-
-    Args:
-        raw: uint8.
-        weights: `[chunk]` int64.
-        products: `[n, chunk]` int64, overwritten: workspace for n chunks at a time.
-    """
+    """Yield the weighted sums of a tensor's chunks, then the bytes after its last whole word, as 1-D int64 tensors."""
     num_words = len(raw) // _WORD_BYTES
     words = raw[: num_words * _WORD_BYTES].view(torch.int32)
     num_whole = num_words // _CHUNK_WORDS * _CHUNK_WORDS

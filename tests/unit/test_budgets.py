@@ -19,12 +19,12 @@ pytestmark = pytest.mark.fast
 OPTIONAL = ("sandbox", "kits", "agents", "commands")
 """Packages above the core."""
 
-LINES = {"core": 88_000, "all": 111_300}
+LINES = {"core": 87_300, "all": 110_600}
 FILES = {"core": 505, "all": 654}
 FOLDERS = 87
 SHORT_FILES = 52
 """Files under 60 lines, without `__init__.py`."""
-DOCUMENTATION = 0.417
+DOCUMENTATION = 0.404
 """Lines of docstrings and of texts below fields, for each line of code."""
 IMPORTS = 0.132
 """Lines of imports, for each line of code."""

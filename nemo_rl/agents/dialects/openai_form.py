@@ -15,8 +15,6 @@ def header(body: Body, answers: Sequence[CallAnswer], kind: str, id_prefix: str)
 
     Args:
         body: the request.
-        answers: its answers.
-        kind: value of `object`.
         id_prefix: begins the identifier, as `chatcmpl-` does.
     """
     return {

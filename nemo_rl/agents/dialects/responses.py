@@ -60,11 +60,7 @@ class _ItemReader:
         self._called: tuple[str, Message] | None = None
 
     def add(self, item: Fields) -> None:
-        """Read the next item.
-
-        Raises:
-            CallError: it is wrong or not supported.
-        """
+        """Read the next item."""
         kind = item.text("type") or "message"
         if kind not in _KINDS:
             raise item.unsupported("type", f"Give items of type {', '.join(_KINDS)}, with their content.")

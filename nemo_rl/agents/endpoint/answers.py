@@ -83,7 +83,6 @@ class AnswerReader:
         """Read the tokens of an answer.
 
         Args:
-            token_ids: the tokens.
             request: the request that they answer.
             seed: of the answer; the ids of its tool calls derive from it.
         """

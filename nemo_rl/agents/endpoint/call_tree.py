@@ -134,7 +134,6 @@ class CallTree:
         """Add an answered call.
 
         Args:
-            call: the call.
             request: what it answers.
             message: the answer as the program gets it.
             plain_text: text of prompt and answer of a plain completion, with special tokens.

@@ -149,11 +149,7 @@ def with_form(sampling: SamplingParams, request: CallRequest, *, trains: bool, f
 
 
 def _check_size(grammar: Grammar) -> None:
-    """Refuse a form that would take an engine long to translate.
-
-    Raises:
-        CallError: it is too large.
-    """
+    """Refuse a form that would take an engine long to translate."""
     kind, definition = grammar
     found = {"characters": (len(definition), MOST_CHARACTERS[kind])}
     if found["characters"][0] <= MOST_CHARACTERS[kind]:

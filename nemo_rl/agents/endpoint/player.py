@@ -34,7 +34,6 @@ def record(sample: Trajectory, tree: CallTree, credit: Credit) -> list[Call]:
 
     Args:
         sample: has only its prompt. If nothing was sampled, it stays as it is.
-        tree: the calls.
         credit: "all": the reward trains all conversations; "last": the one that ended last.
 
     Returns:
@@ -90,12 +89,7 @@ class _Row:
 
 
 def _row(leaf: Call, trained: set[str]) -> _Row:
-    """Return the conversation that ends with a call.
-
-    Args:
-        leaf: the call.
-        trained: ids of the calls that earlier rows train; those of this row are added.
-    """
+    """Return the conversation that ends with a call."""
     log: list[Message] = []
     spans: list[VersionSpan] = []
     own: list[Call] = []
@@ -166,9 +160,7 @@ class AgentPlayer:
 
         Args:
             sample: has only its prompt.
-            section: of its environment.
             step_of: the method `step` of its environment.
-            sampling: of the run.
             seed_of: makes the seeds of answers.
             trains: see `CallParts.trains`.
 

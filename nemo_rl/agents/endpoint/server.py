@@ -147,11 +147,7 @@ class _Admitted(NamedTuple):
     """The same, if it was parsed to find the key in it."""
 
     def body(self) -> dict[str, Any]:
-        """Return the parsed body; it takes long for a large one.
-
-        Raises:
-            CallError: it is no JSON object.
-        """
+        """Return the parsed body; it takes long for a large one."""
         return parsed_body(self.raw) if self.parsed is None else self.parsed
 
 
@@ -280,11 +276,7 @@ class AgentEndpoint:
         return await session.on_thread(answer)
 
     def _known(self, request: Request) -> _Client:
-        """Return the program with the key in the headers of a request.
-
-        Raises:
-            CallError: there is none (401), or it has too many connections (429).
-        """
+        """Return the program with the key in the headers of a request."""
         client = self._found(_header_key(request))
         if client is None:
             raise _unknown_key()
@@ -305,12 +297,7 @@ class AgentEndpoint:
         return client if client is not None and client.admits(start) else None
 
     async def _admitted(self, request: Request) -> _Admitted:
-        """Return the program with a request's key, and the body of the request.
-
-        Raises:
-            CallError: there is none (401), also if the body is too large to look for a key in it; or the program's
-                body is too large (413).
-        """
+        """Return the program with a request's key, and the body of the request."""
         client = self._found(_header_key(request))
         if client is not None:
             self._recognised(request, client)
@@ -326,19 +313,11 @@ class AgentEndpoint:
         return _Admitted(self._recognised(request, client), raw, parsed)
 
     def _parsed_with_key(self, raw: bytes) -> dict[str, Any]:
-        """Parse a body that has a key in it; an empty object if it has none.
-
-        Raises:
-            CallError: it is no JSON object.
-        """
+        """Parse a body that has a key in it; an empty object if it has none."""
         return parsed_body(raw) if names_a_key(raw, self._clients) else {}
 
     def _note_arrival(self, client: _Client, identity: str) -> None:
-        """Count a request.
-
-        Raises:
-            CallError: there are too many.
-        """
+        """Count a request."""
         most, now = self._config.max_requests_per_minute, time.monotonic()
         if most is None:
             return
@@ -352,11 +331,7 @@ class AgentEndpoint:
         client.arrivals.append(now)
 
     async def _body(self, request: Request) -> bytes:
-        """Read the body of a request, and no more than allowed.
-
-        Raises:
-            CallError: it is too large, or too slow.
-        """
+        """Read the body of a request, and no more than allowed."""
         raw = bytearray()
         most = self._checked_length(request)
         async with _in_time():
@@ -367,11 +342,7 @@ class AgentEndpoint:
         return bytes(raw)
 
     async def _unknown_body(self, request: Request) -> bytes:
-        """Read the body of a request that has no key in its headers; few large ones at a time.
-
-        Raises:
-            CallError: it is too large, or too slow.
-        """
+        """Read the body of a request that has no key in its headers; few large ones at a time."""
         raw = bytearray()
         most = self._checked_length(request)
         async with _in_time(), contextlib.AsyncExitStack() as held:
@@ -384,11 +355,7 @@ class AgentEndpoint:
         return bytes(raw)
 
     def _checked_length(self, request: Request) -> int:
-        """Return the largest size of a body.
-
-        Raises:
-            CallError: that of a request is larger, as its header says.
-        """
+        """Return the largest size of a body."""
         most = int(self._config.max_request_mb * 2**20)
         length = request.headers.get("content-length", "0")
         if length.isdecimal() and (len(length) > _MOST_DIGITS or int(length) > most):

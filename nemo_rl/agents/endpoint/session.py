@@ -88,8 +88,6 @@ class Budget:
         """Take the answers of a request out of the budget.
 
         Args:
-            request: the request.
-            num_prompt_tokens: tokens of its prompt.
             num_reserved: tokens of the context that the engine needs besides prompt and answer.
 
         Raises:
@@ -120,7 +118,6 @@ class Budget:
         """Settle a grant.
 
         Args:
-            grant: the grant.
             num_tokens: tokens of its answers.
         """
         self.num_granted -= grant.tokens * grant.num_answers
@@ -269,7 +266,6 @@ class AgentSession:
         """Start to answer a request, or find the answers of the same request, if the client sends it again.
 
         Args:
-            request: the request.
             identity: equal for requests with the same content.
             is_retry: the client says that it sends the request again.
 
@@ -354,11 +350,7 @@ class AgentSession:
         return [self._record(request, prompt, grant, seed, result, texts) for (seed, result), texts in parts]
 
     def _prepared(self, request: CallRequest) -> tuple[SamplingParams, Prompt, str]:
-        """Return how to sample the answer to a request, its tokens, and its identity.
-
-        Raises:
-            CallError: it cannot be rendered, or answers of such a form are not sampled.
-        """
+        """Return how to sample the answer to a request, its tokens, and its identity."""
         sampling = self._sampling(request)
         prompt = self._prompt(request)
         return sampling, prompt, _identity(prompt, request)
@@ -386,11 +378,7 @@ class AgentSession:
     async def _sampled(
         self, prompt: Prompt, chat: ChatInput | None, sampling: SamplingParams, seed: int
     ) -> GenerationResult:
-        """Sample one answer.
-
-        Raises:
-            CallError: the engine refuses the prompt, or the model's server gives no answer.
-        """
+        """Sample one answer."""
         started = asyncio.get_running_loop().time()
         at = None if prompt.parent is None else prompt.parent.served_by
         try:
@@ -460,11 +448,7 @@ class AgentSession:
         return answer
 
     def _sampling(self, request: CallRequest) -> SamplingParams:
-        """Return the run's sampling with what the request may change, and with the form of its answer.
-
-        Raises:
-            CallError: answers of such a form are not sampled.
-        """
+        """Return the run's sampling with what the request may change, and with the form of its answer."""
         sampling = self.parts.sampling
         if self.settings.sampling == "request":
             sampling = replace(

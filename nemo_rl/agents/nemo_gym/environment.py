@@ -142,11 +142,7 @@ class GymProgram(AgentProgram):
 
 
 def _body(row: Mapping[str, Any], key: str) -> bytes:
-    """Return the request for a rollout: the row, with the sample's key among the fields that requests get.
-
-    Raises:
-        AgentError: `metadata.extra_body` of the row is no JSON text of an object.
-    """
+    """Return the request for a rollout: the row, with the sample's key among the fields that requests get."""
     parameters = row["responses_create_params"]
     metadata = parameters.get("metadata") or {}
     try:

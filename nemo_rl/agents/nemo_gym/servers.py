@@ -71,7 +71,6 @@ def overrides(config_paths: Sequence[str], base_url: str, model: str) -> list[st
     Args:
         config_paths: files with the configuration of servers.
         base_url: address of the endpoint, up to `/v1`.
-        model: name of the model.
     """
     return [
         f"+config_paths=[{','.join(map(_value, config_paths))}]",
@@ -90,9 +89,7 @@ def added_config(section: NemoGymConfig, host: str, port: int) -> Mapping[str, A
     """Return the configuration that is added to the files of `config_paths`.
 
     Args:
-        section: the section.
         host: host of the head server.
-        port: its port.
     """
     given = {
         "port_range_low": section.port_range_low,
@@ -146,7 +143,6 @@ class GymServers:
         Args:
             name: name of the agent in the servers' configuration.
             base_url: address of the endpoint, up to `/v1`, which the servers call.
-            model: name of the model.
 
         Raises:
             AgentError: the servers cannot be started or reached, or have no such agent.

@@ -258,9 +258,7 @@ def check_parsers(cfg: AgentKeys, place: str, tokenizer: "TokenizerType") -> Non
     """Check that the parsers of a section exist, and that they read what the tokenizer's model writes.
 
     Args:
-        cfg: the section.
         place: its key, for messages.
-        tokenizer: tokenizer of the policy.
 
     Raises:
         ConfigError: a plugin cannot be run, or a parser does not exist or cannot be used.

@@ -70,7 +70,6 @@ def finite_number(value: Any, key: str) -> float:
     """Return a returned number.
 
     Args:
-        value: the value.
         key: its name, for the error.
 
     Raises:

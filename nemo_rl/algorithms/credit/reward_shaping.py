@@ -166,7 +166,6 @@ def effort_penalty(trajectories: Sequence[Trajectory], levels: Mapping[str, Effo
 
     Args:
         trajectories: B samples, whose `effort` and `num_thinking_tokens` are set.
-        levels: the section `effort_levels`.
     """
     penalty_B = torch.zeros(len(trajectories), dtype=torch.float64)
     lengths_B = torch.tensor([t.num_thinking_tokens or 0 for t in trajectories])

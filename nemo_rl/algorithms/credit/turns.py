@@ -90,7 +90,6 @@ def per_token_of_turns(advantage_BN: Tensor, turn_spans: Tensor, mask: Tensor, d
         advantage_BN: `[B, N]`.
         turn_spans: `[B, N, 2]` int64, first token and end of each turn; 0, 0 after the last.
         mask: `[B, T]`, non-zero on tokens that count, all of them within turns.
-        dtype: Of the result.
     """
     starts_BN, ends_BN = turn_spans.unbind(-1)
     num_begun_BT = torch.zeros(mask.shape[0], mask.shape[1] + 1, dtype=torch.int64)

@@ -195,7 +195,6 @@ class OpenGroup:
         """Rebuild a group from its `state_dict`; one that is not finished has to be started.
 
         Args:
-            state: the state.
             keep: as `RolloutRunner.keep`.
         """
         group = cls(state["number"], state["last_step"], PromptPosition(*state["position"]))
@@ -226,8 +225,6 @@ def groups_of_step(groups: Sequence[OpenGroup], count: int, step: int, order: st
 
     Args:
         groups: all open groups.
-        count: groups of a step.
-        step: number of the step.
         order: as `overlap.order`.
     """
     ranked = sorted(groups, key=_ORDERS[order])
@@ -363,12 +360,7 @@ class AheadRollouts:
         return group.progress.rollouts
 
     def _take(self, step: int) -> list[OpenGroup]:
-        """Wait for the groups of a step and remove them from the open ones.
-
-        Raises:
-            DataExhausted: no group is open, and the data has ended.
-            DeadlineExceededError: no group was finished within the deadline of a group.
-        """
+        """Wait for the groups of a step and remove them from the open ones."""
         if not self._open:
             self.fresh.prompts.next_batch()  # raises DataExhausted, with the reason
         while True:

@@ -68,7 +68,6 @@ def check_staleness(trajectories: Sequence[Trajectory], version: int, max_stalen
     """Check that no trajectory is older than its source states.
 
     Args:
-        trajectories: of a step.
         version: of the policy's current weights.
         max_staleness: as `RolloutSource.max_staleness`.
 

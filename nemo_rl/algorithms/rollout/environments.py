@@ -24,7 +24,6 @@ def check_environments(config: RolloutMasterConfig, tasks: Collection[str], user
 
     Args:
         config: the run's configuration; `env` has a section for each environment.
-        tasks: task names in the data.
         user_parts: user-supplied environments by task name, see `environments.user_environments.environment_of`.
 
     Raises:
@@ -70,7 +69,6 @@ def start_environments(
 
     Args:
         config: the run's configuration.
-        tasks: task names in the data.
         user_parts: user-supplied environments by task name.
         resources: environments that are started here are registered on it. Those that ran before are not, and continue
             after the run.

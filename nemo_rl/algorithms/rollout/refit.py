@@ -105,9 +105,7 @@ class Refitter:
     """Keeps the engines' weights equal to the policy's; thread-safe.
 
     Args:
-        policy: the source of the weights.
         generation: their destination.
-        spec: settings of the transport.
         timeout_s: limit of every wait within a sync.
         memory: hands devices over if "generation" and "policy" share them.
         send_parts: send workers only what they read, where the transport sends (`lane_choice`).

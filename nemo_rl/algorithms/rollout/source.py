@@ -159,7 +159,6 @@ def source_wrapper(config: RolloutSourceConfig, key: str) -> Callable[[RolloutSo
     """Check the user's own source, and return a function that wraps a source in it; without one it changes nothing.
 
     Args:
-        config: the section.
         key: dotted path of the section.
 
     Raises:

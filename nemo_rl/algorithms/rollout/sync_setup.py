@@ -158,8 +158,6 @@ def make_refitter(
     """Choose the weight transport.
 
     Args:
-        config: the section of the policy.
-        cluster: the machines.
         policy: the source of the weights.
         engines: their destination.
         memory: hands shared devices over.

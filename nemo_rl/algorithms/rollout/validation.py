@@ -207,7 +207,6 @@ def make_validation(
     """Build the validation of the section `overlap`.
 
     Args:
-        overlap: the section.
         validator: plays the validation prompts.
         report: writes the samples.
         refitter: gives the engines the policy's weights; with `hold_updates` it waits for the validation before that.

@@ -73,9 +73,7 @@ def device_user(name: str, role: Role, model: Policy) -> DeviceUser:
     """Return a model as a user of devices that it shares.
 
     Args:
-        name: name of the model.
         role: its section, and whether it is trained.
-        model: its ranks.
     """
     if not role.trains:
         return FrozenModel(model)
@@ -84,12 +82,7 @@ def device_user(name: str, role: Role, model: Policy) -> DeviceUser:
 
 
 def groups_of_models(roles: Mapping[str, Role], models: Mapping[str, Policy]) -> dict[str, dict[str, DeviceUser]]:
-    """Return the models on each group of devices, by the name of the model that owns the devices.
-
-    Args:
-        roles: the models of the run.
-        models: their ranks.
-    """
+    """Return the models on each group of devices, by the name of the model that owns the devices."""
     return {
         owner: {name: device_user(name, roles[name], models[name]) for name in names}
         for owner, names in sharing(roles).items()
@@ -136,9 +129,6 @@ def share_memory(
     """Let models and engines that share GPUs take turns.
 
     Args:
-        cluster: the machines.
-        roles: the models of the run.
-        models: their ranks.
         engines: the engines, if they share the policy's devices.
     """
     groups = groups_of_models(roles, models)
@@ -177,8 +167,6 @@ def saved_models(
     """Return the models that a checkpoint holds, by name.
 
     Args:
-        roles: the models of the run.
-        models: their ranks.
         memory: gives a model its devices before it is saved.
     """
     return {

@@ -34,7 +34,6 @@ class IdleSteps:
         """Count a finished step and warn if it was idle.
 
         Args:
-            step: number of the step.
             metrics: metrics of the step; `num_updates` is how many updates the policy made, `critic/num_updates` how
                 many the critic made, `global_valid_seqs` how many sequences count (`Policy.train`).
 

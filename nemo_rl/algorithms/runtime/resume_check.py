@@ -33,11 +33,8 @@ def check_resume(
     """Log what has changed, and refuse what a resumed run cannot take over.
 
     Args:
-        config: configuration of this run.
         models: its models; those that are trained must be in the checkpoint.
         path: the step folder from which it resumes.
-        num_rows: rows of its training data.
-        checksum: checksum of these rows.
 
     Returns:
         The position in the data.

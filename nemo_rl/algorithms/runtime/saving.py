@@ -51,8 +51,6 @@ class CheckpointSaver:
     """Writes the checkpoints of a run.
 
     Args:
-        checkpoints: the folder of the checkpoints.
-        config: the `checkpointing` section.
         models: the models to save, each into the folder of its name.
         run_config: configuration that is stored in every checkpoint.
     """
@@ -76,9 +74,7 @@ class CheckpointSaver:
         """Save a step, after the checkpoint that is being written.
 
         Args:
-            step: number of the step.
             info: content of `training_info.json`.
-            position: position in the data.
 
         Raises:
             CheckpointError: this checkpoint or the one before it could not be written.

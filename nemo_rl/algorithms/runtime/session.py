@@ -430,11 +430,7 @@ class Session:
                 logger.error(_CONTINUES, error)
 
     def _checkpoint(self, step: int) -> None:
-        """Save.
-
-        Raises:
-            CheckpointError: the checkpoint could not be written.
-        """
+        """Save."""
         if self._saver is not None:
             self._settle_earlier_validation(step)
             self.state.validating_step = self._validations.running_step or 0

@@ -85,7 +85,6 @@ class StepRecorder:
         """Let the ranks record the update of a batch that was just made, if its step is due.
 
         Args:
-            step: number of the step.
             batch: its batch; the numbers of its rows are added.
             phase: times the recording, also that of `write`, but not what ranks record while they train.
         """

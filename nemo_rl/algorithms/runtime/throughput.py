@@ -149,7 +149,6 @@ def engine_load(
 
     Args:
         policy: section of the model that engines sample from.
-        engines: the engines.
         threads: ends the thread that counts.
     """
     assert policy.generation is not None, "engine_settings checks this"

@@ -60,7 +60,6 @@ def require_space(checkpointing: CheckpointingConfig, one: int, present: int) ->
     """Refuse a disk without room for a checkpoint of `one` bytes; warn if the later ones will not fit.
 
     Args:
-        checkpointing: the section of the run.
         one: bytes of one checkpoint.
         present: number of checkpoints on the disk.
 

@@ -52,7 +52,6 @@ def log_memory(
     """Log the predicted memory of each model's ranks; warn if it is more than the ranks have.
 
     Args:
-        cluster: the machines.
         roles: models of the run by name, the policy among them.
         available: bytes of a rank, see `memory_of_a_rank`; None if unknown.
         rows_per_sample: rows of a sample, 2 for pairs.
@@ -84,14 +83,7 @@ def log_memory(
 
 
 def _compare_memory(name: str, section: PolicyConfig, plan: MemoryPlan, available: float | None) -> None:
-    """Warn if the prediction for a rank is more than its memory.
-
-    Args:
-        name: name of the model.
-        section: its section.
-        plan: the prediction.
-        available: bytes of a rank; None if unknown.
-    """
+    """Warn if the prediction for a rank is more than its memory."""
     if available is None or plan.peak <= available:
         return
     ways_out = ways_to_less(name, section)
@@ -390,12 +382,7 @@ def _is_phase_of(name: str, phase: str) -> bool:
 
 
 def _in_turns(plans: Mapping[str, MemoryPlan], idle: Mapping[str, Moment]) -> MemoryPlan:
-    """Join the phases of models that share devices: each works in its own phases and is idle in those of the others.
-
-    Args:
-        plans: of each model, the owner of the devices first.
-        idle: what each model leaves on the device while it is idle.
-    """
+    """Join the phases of models that share devices: each works in its own phases and is idle in those of the others."""
     if len(plans) == 1:
         return next(iter(plans.values()))
     moments: dict[str, Moment] = {}

@@ -35,7 +35,6 @@ class OpenPolicy(Policy):
     """A model with its optimizer, in its own processes; made by `open_policy`.
 
     Args:
-        config: the policy section.
         cluster: device and number of processes.
         seed: seed of dropout and of the first values of adapters.
     """

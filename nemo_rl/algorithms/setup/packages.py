@@ -78,11 +78,7 @@ def _of_engines(backend: str, key: str, *, uses_gpu: bool) -> Iterator[Need]:
 
 
 def _of_training(policy: PolicyConfig, cluster: ClusterConfig, section: str) -> Iterator[Need]:
-    """Yield the packages that the model of a section needs.
-
-    Raises:
-        ConfigError: a kernel is configured that no extra installs.
-    """
+    """Yield the packages that the model of a section needs."""
     megatron = policy.megatron_cfg
     if not megatron.enabled:
         return

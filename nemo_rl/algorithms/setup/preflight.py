@@ -23,7 +23,6 @@ def check_backends(models: Mapping[str, Role], cluster: ClusterConfig) -> None:
 
     Args:
         models: the models of the run, the policy among them.
-        cluster: the machines.
 
     Raises:
         ConfigError: a model does not fit its mesh.

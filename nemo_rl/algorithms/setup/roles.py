@@ -24,7 +24,6 @@ def place_models(cluster: ClusterConfig, models: Mapping[str, Role]) -> dict[str
     """Give bundles to every model and to "generation"; models that share devices get the same object.
 
     Args:
-        cluster: the machines.
         models: the models of the run; "policy" says where generation runs.
     """
     parts, groups = divide_cluster(cluster, models), sharing(models)
@@ -48,7 +47,6 @@ def make_clusters(
     """Return the bundles for policy and for generation; the same object if they are colocated or nothing is sampled.
 
     Args:
-        cluster: the machines.
         policy: says where generation runs.
         num_sharing: further worker groups that will share the policy's bundles.
         apart_from: clusters whose machines policy and generation must not use.
@@ -106,12 +104,10 @@ def start_role(
     """Start the ranks of a model, from its own weights or a checkpoint; block until they are ready.
 
     Args:
-        name: name of the model in the run.
         role: its section, and whether it is trained.
         where: bundles for the ranks.
         cluster: deadlines and threads.
         tokenizer: saved with its weights.
-        seed: seed of the run.
         resume_path: step folder of a checkpoint; None starts from `section.model_name`.
         busy_engines: engine workers on each machine that compute while the ranks do.
     """
@@ -147,10 +143,6 @@ def turns_of_start(cluster: ClusterConfig, roles: Mapping[str, Role]) -> list[li
 
     Each leaves the GPUs before the next starts (`leave_devices`). Restored at the same time, their optimizers would
     take more memory than any phase of a step. The owner is last because the policy's weights stay.
-
-    Args:
-        cluster: the machines.
-        roles: the models of the run.
     """
     if not cluster.uses_gpu:
         return [list(roles)]
@@ -162,8 +154,6 @@ def leave_devices(cluster: ClusterConfig, roles: Mapping[str, Role], models: Map
     """Move the state of models that share GPUs to host memory; the memory of a CPU holds all of them.
 
     Args:
-        cluster: the machines.
-        roles: the models of the run.
         models: ranks of some of them, by name; other names are ignored.
     """
     groups = sharing(roles).values() if cluster.uses_gpu else ()
@@ -177,8 +167,6 @@ def start_models(
     """Start the models of a run, and engines on devices of their own; block until they are ready.
 
     Args:
-        cluster: the machines.
-        roles: the models.
         starts: functions that start models and engines, by name; engines start together with the first models.
         resources: as in `start_together`.
 
@@ -203,10 +191,6 @@ def replace_ranks(
     """Replace the ranks of all trained models, and of frozen ones that lost some; block until they are ready.
 
     Args:
-        cluster: the machines.
-        roles: the models of the run.
-        models: their ranks.
-        lost: names of the models that lost ranks.
         resume_path: step folder that trained models load; None: their initial weights.
 
     Raises:

@@ -22,7 +22,6 @@ def check_rows(models: Sequence[PolicyConfig], data: RunData, *, sampled: bool) 
 
     Args:
         models: sections of the models that read the rows, the policy first.
-        data: the rows of the run.
         sampled: whether the policy's engines continue the rows.
 
     Raises:
@@ -42,8 +41,6 @@ def check_known_answers(config: RolloutMasterConfig, data: RunData, own: Collect
     """Grade the known answers of each data set as their own answers, see `environments.truth_check`.
 
     Args:
-        config: the configuration.
-        data: the rows of the run.
         own: environments that the program has made, which are not graded.
 
     Raises:

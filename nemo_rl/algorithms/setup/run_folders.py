@@ -59,8 +59,6 @@ def open_folders(
 
     Args:
         config: a checked configuration.
-        models: the models of the run.
-        rows: the training data.
         resources: unlocks the checkpoint folder at the end, and records how the run ended.
 
     Raises:

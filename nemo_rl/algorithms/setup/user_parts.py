@@ -84,7 +84,6 @@ class UserParts:
         """Return the rows of the run; its models and engines accept them.
 
         Args:
-            config: the configuration.
             load: function that loads the configured data.
             sampled: whether the rows are prompts.
 
@@ -138,9 +137,6 @@ def _try_loss(loss_fn: Any, name: str) -> None:
     """Call a user's loss on made-up rows, so that a mistake in it ends the run before anything starts.
 
     Losses of logits are left out, because their shape follows from the model.
-
-    Raises:
-        ConfigError: the loss fails, or returns something else than a scalar and its metrics.
     """
     from nemo_rl.algorithms.setup.open_policy import try_out
     from nemo_rl.losses.loss_function import LossInputType

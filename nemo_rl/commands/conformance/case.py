@@ -65,7 +65,6 @@ def distribution(
     """Return the log-probabilities `[response length, V]` of the distributions that a response was drawn from.
 
     Args:
-        model: the weights.
         prompt: tokens before the response.
         response: its tokens.
         sampling: temperature, then the tokens that top-k and then top-p keep.
@@ -264,9 +263,6 @@ async def load(
     The tensors are overwritten with NaN afterwards, since an engine may keep them until then only.
 
     Args:
-        engine: the engine.
-        model: the weights.
-        version: their version.
         left_out: name of a tensor that is not sent.
         most: the update is interrupted after so many tensors, without an end.
     """
@@ -291,7 +287,6 @@ async def midway[Found](
     """Do something while responses are on their way; return its result and the responses.
 
     Args:
-        engine: the engine.
         requests: long ones, which all run at the same time.
         act: is given the ids of the requests.
         met: of the result and the responses, whether it came neither before nor after them.

@@ -44,7 +44,6 @@ def check_exchange(request: NodeRequest, num_gpus: int) -> Finding:
 
     Args:
         request: the run's requirements of this machine.
-        num_gpus: GPUs of the machine.
     """
     on_gpu = bool(num_gpus) if request.uses_gpu is None else request.uses_gpu
     num_ranks = request.ranks or (num_gpus if on_gpu else 2)

@@ -71,7 +71,6 @@ def run_checks(request: Request, *, with_step: bool = False) -> Sequence[Check[R
     """Return the checks of a configuration, cheapest first.
 
     Args:
-        request: the run.
         with_step: whether to start the policy's workers for one step.
     """
     checks = [Check(check.name, partial(_look, check), check.deadline_s, check.needs) for check in CHECKS]

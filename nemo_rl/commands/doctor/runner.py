@@ -26,7 +26,6 @@ def perform[Given](
     """Run checks in their order.
 
     Args:
-        checks: checks to run.
         given: argument of each check.
         before: findings of earlier checks, on which these may depend.
         tell: called with the name of each check before it starts.

@@ -58,7 +58,6 @@ async def replay_all(
 
     Args:
         samples: stored samples, each with the datum of its row.
-        name: name of the environment.
         environment: rewards them.
     """
     places = asyncio.Semaphore(_AT_ONCE)

@@ -213,11 +213,7 @@ def _check_names(environments: Mapping[str, object], config: RolloutMasterConfig
 
 
 def _with_data(samples: Sequence[StoredSample], data: RunData) -> list[Work]:
-    """Give each sample the datum of its row; each row is read once.
-
-    Raises:
-        ConfigError: the data has no such row.
-    """
+    """Give each sample the datum of its row; each row is read once."""
     sets = {"train": data.train, "validation": data.all_validation}
     read: dict[tuple[str, int], DatumSpec] = {}
     for sample in samples:

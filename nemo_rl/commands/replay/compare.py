@@ -31,7 +31,6 @@ def configuration(changed: Sequence[ChangedKey], before: Mapping[str, Any], now:
 
     Args:
         changed: keys that differ.
-        before: the whole configuration of the run.
         now: that of the replay.
     """
     found = [
@@ -267,7 +266,6 @@ def compare(
     """Compare all parts of a step.
 
     Args:
-        recorded: the step of the run.
         repeated: the step now.
         changed: keys of the configuration that differ.
         data: the comparison of the prompts with the data.

@@ -201,7 +201,6 @@ def chosen(
 
     Args:
         factor: factor of the tolerances, as `factor_of` returns it; None: 0 without notes, else 1.
-        recorded: the step of the run.
         repeated: the step now.
         changed: keys that differ.
     """

@@ -48,7 +48,6 @@ def read_step(folder: Path, step: int) -> RecordedStep:
 
     Args:
         folder: log folder of the run, `exp_NNN`.
-        step: number of the step.
 
     Raises:
         ReplayError: the step was not recorded, or its record cannot be read.

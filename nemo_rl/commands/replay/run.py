@@ -153,7 +153,6 @@ def repeat(
     Args:
         config: the configuration of the run, perhaps with changes.
         recipe: the choices of its algorithm.
-        recorded: the step as the run recorded it.
         checkpoint: step folder of the step before; None: the initial weights.
         of_modules: whether to record the output of each module.
 
@@ -276,11 +275,7 @@ def _repeated(
 
 
 def _checkpoint(recorded: "RecordedStep", step: int, given: Path | None, config: GRPOMasterConfig) -> Path | None:
-    """Return the step folder of the checkpoint before a step; None for the first step.
-
-    Raises:
-        ReplayError: there is none.
-    """
+    """Return the step folder of the checkpoint before a step; None for the first step."""
     if step == 1:
         if given is not None:
             raise ReplayError("step 1 begins with the initial weights. Leave --checkpoint out.")

@@ -60,9 +60,7 @@ def summary_of(line: bytes, phase: str, step: int) -> list[Scalar] | None:
     """Return the values of `COLUMNS` of a sample; None if the line is no sample.
 
     Args:
-        line: a line of a file.
         phase: phase of the file, "train" or "validation".
-        step: step of the file.
     """
     row = read_json(line)
     if not _is_sample(row):

@@ -162,7 +162,6 @@ def serve(run: RunFiles, host: str, port: int) -> None:
     """Serve the page of a run until a signal ends the program.
 
     Args:
-        run: the run.
         host: address to listen on.
         port: port; 0 takes a free one.
 

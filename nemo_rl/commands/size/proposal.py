@@ -85,7 +85,6 @@ def propose(config: MasterConfig, gpu: Gpu, refused: list[str] | None = None) ->
 
     Args:
         config: the run, as `described` returns it, perhaps with changed keys.
-        gpu: the GPUs.
         refused: gets the errors of backends that refused sizes which fit.
 
     Raises:
@@ -202,7 +201,6 @@ def placements(engines: str, config: MasterConfig) -> list[dict[str, Any]]:
 
     Args:
         engines: what `--engines` asks for.
-        config: the run.
 
     Raises:
         ConfigError: the run has no engines to place, or the cluster has one GPU to divide.
@@ -223,8 +221,6 @@ def placed(engines: str, config: MasterConfig, gpu: Gpu, refused: list[str] | No
 
     Args:
         engines: what `--engines` asks for.
-        config: the run.
-        gpu: the GPUs.
         refused: see `propose`.
 
     Raises:

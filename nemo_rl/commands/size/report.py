@@ -174,7 +174,6 @@ def proposal_lines(proposal: Proposal, gpu: Gpu, own: str) -> Iterator[str]:
 
     Args:
         proposal: the sizes.
-        gpu: the GPUs.
         own: the estimate for the configuration's own sizes.
     """
     cluster = proposal.config.cluster
@@ -207,9 +206,7 @@ def needed_overrides(
     """Return the values to write so that a configuration has all of them, also where keys follow others.
 
     Args:
-        config: the configuration.
         values: the proposal.
-        load: loads the configuration with overrides.
     """
     needed = changed_values(config, values)
     while more := changed_values(load(overrides_of(needed)), values).keys() - needed.keys():
@@ -239,7 +236,6 @@ def write_file(
 
     Args:
         target: the file, which must not exist.
-        config: the configuration.
         given: overrides of the user, written first.
         values: the proposal.
         schema: class of the configuration.

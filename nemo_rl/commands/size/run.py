@@ -112,7 +112,6 @@ def shortage_lines(engines: str, local: MasterConfig, gpu: Gpu, refused: Sequenc
     Args:
         engines: what `--engines` asks for; of several divisions the first leaves the policy most.
         local: the run, as `described` returns it.
-        gpu: the GPUs.
         refused: errors of backends that refused sizes which fit.
     """
     placed = with_values(local, proposal.placements(engines, local)[0])

@@ -85,7 +85,6 @@ def engine_choices(job: Job, config: MasterConfig, reserved: float) -> list[Engi
     Engines over several machines are returned only if none fits on one, because their ranks exchange through a network.
 
     Args:
-        job: the policy.
         config: the run, with the sizes of its models.
         reserved: bytes of a device that models and a weight sync need while engines hold their memory.
     """

@@ -28,7 +28,6 @@ def collect_errors(path: str | Path, algorithm: str, overrides: Sequence[str] = 
 
     Args:
         path: YAML file.
-        algorithm: a name of `ALGORITHMS`.
         overrides: as for `load_config`.
     """
     schema = ALGORITHMS[algorithm]

@@ -70,7 +70,6 @@ def load_config_with_inheritance(config_path: str | Path, base_dir: str | Path |
     """Read a file with its parents into one config, interpolations unresolved.
 
     Args:
-        config_path: the file.
         base_dir: folder for a relative `config_path`; None: the current folder.
     """
     path = Path(config_path)
@@ -142,9 +141,6 @@ def _refuse_surprises(path: Path) -> None:
     """Refuse a file whose values are not what they look like, before its anchors are expanded.
 
     A few lines can expand to more than memory holds, and YAML reads 1:30 as 90 and 010 as 8.
-
-    Raises:
-        ConfigError: the file has too many values, or such a number.
     """
     text = read_text(path)
     is_plain = "*" not in text and not _ODD_NUMBER.search(text)

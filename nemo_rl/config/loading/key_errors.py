@@ -203,7 +203,6 @@ def unusable_values(schema: type[BaseModel], values: Any, unresolved: Any, sourc
     """Yield a sentence for each key whose value cannot be used, whatever the key means.
 
     Args:
-        schema: section that `values` is.
         values: plain dicts and lists, interpolations resolved.
         unresolved: the same with interpolations; a key that only repeats another key is not reported.
         sources: the file or override that wrote each key.
@@ -234,13 +233,7 @@ def _leaves(value: Any, path: Place) -> Iterator[tuple[Place, Any]]:
 
 
 def _problem_of(value: Any, key: str, place: Slot | None) -> str | None:
-    """Return why a key cannot have a value; None if it may.
-
-    Args:
-        value: no mapping and no list.
-        key: name of the key.
-        place: the place of the schema; None below free keys.
-    """
+    """Return why a key cannot have a value; None if it may."""
     if isinstance(value, bool) and place is not None and place.takes_numbers_only:
         return " is not a number: true and false are switches"
     if not isinstance(value, str):

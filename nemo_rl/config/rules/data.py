@@ -61,7 +61,6 @@ def check_environment(place: str, env_name: str | None, environments: Collection
 
     Args:
         place: key of the entry that names it.
-        env_name: the name.
         environments: names in `env`.
     """
     if env_name is None:
@@ -114,7 +113,6 @@ def check_shares(data: DataConfig, *, has_rewards: bool) -> Findings:
     """Check weights of data sets, and the curriculum.
 
     Args:
-        data: the section.
         has_rewards: whether the run rewards answers, so that it knows the accuracy of the policy.
     """
     if data.default.weight is not None:
@@ -151,7 +149,6 @@ def check_curriculum(curriculum: CurriculumConfig, names: Sequence[str], *, has_
     """Check phases and the rule by accuracy.
 
     Args:
-        curriculum: the section.
         names: names of the training entries.
         has_rewards: as in `check_shares`.
     """

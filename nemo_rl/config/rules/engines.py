@@ -48,7 +48,6 @@ def misplaced(tensor: int, size: int, counts: Sequence[int]) -> str | None:
 
     Args:
         tensor: ranks of a tensor-parallel group.
-        size: ranks of an engine.
         counts: generation ranks of each machine, all at least 1.
     """
     least, machines = min(counts), len(counts)
@@ -106,7 +105,6 @@ def check_engines(section: str, generation: GenerationConfig, counts: Sequence[i
 
     Args:
         section: name of the section of `generation`.
-        generation: the section.
         counts: ranks of generation on each machine; empty or zeros: not known yet.
         keys: keys that set these numbers.
     """
@@ -160,13 +158,7 @@ def check_engines(section: str, generation: GenerationConfig, counts: Sequence[i
 
 
 def _check_servers(section: str, generation: GenerationConfig, counts: Sequence[int]) -> Findings:
-    """Check that SGLang's servers can be started or are named, and that they can do what is asked.
-
-    Args:
-        section: name of the section of `generation`.
-        generation: the section.
-        counts: ranks of generation on each machine; empty or zeros: not known yet.
-    """
+    """Check that SGLang's servers can be started or are named, and that they can do what is asked."""
     if generation.backend != "sglang":
         return
     keys, config = f"{section}.sglang_cfg", generation.sglang_cfg

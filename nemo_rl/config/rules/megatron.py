@@ -36,7 +36,6 @@ def check_engine_formats(policy: PolicyConfig, cluster: ClusterConfig) -> Findin
 
     Args:
         policy: the section `policy`; without `generation` there is nothing to check.
-        cluster: the machines.
     """
     generation = policy.generation
     if generation is None:
@@ -92,7 +91,6 @@ def check_fp8_training(section: str, policy: PolicyConfig, cluster: ClusterConfi
 
     Args:
         section: name of the model's section.
-        policy: the section.
         cluster: cluster where the model is trained.
     """
     megatron = policy.megatron_cfg
@@ -145,7 +143,6 @@ def unknown_families(section: str, policy: PolicyConfig) -> Iterator[str]:
 
     Args:
         section: name of the model's section.
-        policy: the section.
     """
     name = policy.model_name
     if not policy.megatron_cfg.enabled or os.path.exists(name):
@@ -188,7 +185,6 @@ def check_offloading(section: str, policy: PolicyConfig, cluster: ClusterConfig)
 
     Args:
         section: name of the model's section.
-        policy: the section.
         cluster: cluster where the model is trained.
     """
     optimizer = policy.megatron_cfg.optimizer

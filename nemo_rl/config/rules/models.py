@@ -110,12 +110,7 @@ def _numbers(value: Any, key: str) -> Iterator[tuple[str, float]]:
 
 
 def check_one_layout(section: str, model: PolicyConfig) -> Findings:
-    """Check that packing and dynamic batching are not both on.
-
-    Args:
-        section: name of the section.
-        model: the section.
-    """
+    """Check that packing and dynamic batching are not both on."""
     packing, dynamic = model.sequence_packing, model.dynamic_batching
     if packing.enabled and dynamic.enabled:
         yield (
@@ -129,7 +124,6 @@ def check_placements(models: Mapping[str, Role], cluster: ClusterConfig) -> Find
 
     Args:
         models: the models of the run; the name of each is the name of its section.
-        cluster: the machines.
     """
     for name in models:
         if name != "policy":
@@ -141,7 +135,6 @@ def check_second_models(models: Mapping[str, Role], cluster: ClusterConfig) -> F
 
     Args:
         models: the models of the run; the name of each is the name of its section.
-        cluster: the machines.
     """
     misplaced = list(check_placements(models, cluster))
     yield from misplaced
@@ -226,12 +219,7 @@ def left_by_judges(cluster: ClusterConfig, judges: Judges) -> ClusterConfig:
 
 
 def check_judges(judges: Judges, cluster: ClusterConfig) -> Findings:
-    """Check that the judges that data names may be used, and that the cluster has devices for them.
-
-    Args:
-        judges: their sections.
-        cluster: the machines.
-    """
+    """Check that the judges that data names may be used, and that the cluster has devices for them."""
     for place, judge in judges.items():
         if isinstance(judge, RewardModelEnvironmentConfig) and not judge.enabled:
             yield f"{place}.enabled=false, but data names the environment reward_model. Set it to true."

@@ -36,7 +36,6 @@ def check_venvs(cluster: ClusterConfig, kinds: Collection[str]) -> Findings:
     """Check that each name is a kind of worker.
 
     Args:
-        cluster: the section.
         kinds: kinds of workers of the run.
     """
     for name in cluster.venvs:

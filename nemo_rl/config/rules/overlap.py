@@ -16,9 +16,6 @@ def check_overlap(
 
     Args:
         section: name of the algorithm's section.
-        algorithm: the section.
-        policy: the section of the policy.
-        cluster: the machines.
     """
     overlap = algorithm.overlap
     if overlap.mode == "none":
@@ -62,8 +59,6 @@ def check_stale_mismatch(section: str, algorithm: RewardedTrainingConfig, loss: 
 
     Args:
         section: name of the algorithm's section.
-        algorithm: the section.
-        loss: the loss of the policy.
     """
     threshold = algorithm.seq_logprob_error_threshold
     if algorithm.overlap.mode == "ahead" and threshold is not None and not loss.corrects_staleness:
@@ -82,8 +77,6 @@ def check_rollout_runners(
 
     Args:
         algorithm: the section of the algorithm; None for a run that does not train on rollouts, such as an evaluation.
-        policy: the section of the policy.
-        cluster: the machines.
     """
     if not cluster.rollout_runners:
         return

@@ -138,7 +138,6 @@ def changed_keys(config: BaseModel, stored: Mapping[str, Any]) -> list[ChangedKe
     belongs to another version of the library and is left out.
 
     Args:
-        config: the configuration of this run.
         stored: `public_values(config)` at the time when the checkpoint was written.
     """
     hidden = {".".join(map(str, place)): text for place, text in hidden_in(config).items()}

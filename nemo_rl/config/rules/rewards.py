@@ -100,7 +100,6 @@ def check_nemo_gym(environments: Mapping[str, Any], used: Collection[str | None]
     Args:
         environments: the section `env`.
         used: names of environments that data has.
-        cluster: the machines.
     """
     section = environments.get(NEMO_GYM)
     if not isinstance(section, NemoGymConfig):

@@ -42,7 +42,6 @@ def check_datasets(data: DataConfig, known: Sequence[str]) -> Findings:
     """Check that each data entry names a data set of the right kind.
 
     Args:
-        data: the section.
         known: built-in names that fit the algorithm.
     """
     if not data.train_entries and not data.has_user_data:

@@ -66,10 +66,7 @@ def check_records(
     """Check that the steps of a run can be recorded so that a replay repeats them.
 
     Args:
-        logger: the section.
         algorithm: the section of an algorithm whose steps can be repeated; None for another one.
-        policy: the section of the policy.
-        cluster: the machines.
     """
     if not logger.record_steps:
         if logger.record_modules:

@@ -33,9 +33,6 @@ def check_loss(
 
     Args:
         section: name of the algorithm's section.
-        algorithm: the section.
-        policy: the section of the policy.
-        loss: the section of the loss.
         epochs: passes over the samples of a step.
     """
     penalty = f"loss_fn.reference_policy_kl_penalty={loss.reference_policy_kl_penalty:g}"

@@ -112,14 +112,7 @@ def _fill_parsers(environments: Mapping[str, Any], generation: GenerationConfig 
 
 
 def _fill_budgets(name: str, section: PolicyConfig, longest: int, rows: int) -> None:
-    """Raise budgets that are less than what one sample takes.
-
-    Args:
-        name: of the model.
-        section: of the model.
-        longest: tokens of the longest row.
-        rows: rows of a sample in training, 2 for pairs.
-    """
+    """Raise budgets that are less than what one sample takes."""
     for way in ("sequence_packing", "dynamic_batching"):
         for key, needed in (("train_mb_tokens", rows * longest), ("logprob_mb_tokens", longest)):
             values = getattr(section, way)
@@ -177,11 +170,7 @@ def _fill_overlap(
     asked: AsyncGRPOConfig | AsyncRLConfig | None,
     name: str,
 ) -> None:
-    """Fill in `overlap` from NeMo RL's section for the same.
-
-    Raises:
-        ConfigError: `overlap` itself is set to something else.
-    """
+    """Fill in `overlap` from NeMo RL's section for the same."""
     if asked is None or (isinstance(asked, AsyncGRPOConfig) and not asked.enabled):
         return
     own = algorithm.overlap
@@ -197,14 +186,7 @@ def _fill_overlap(
 
 
 def _refuse_other_value(place: str, own: Section, filled: Section, name: str) -> None:
-    """Refuse a key that has neither its default nor the value that another section gives it.
-
-    Args:
-        place: dotted path of the section; empty for the whole configuration.
-        own: the section as the user wrote it.
-        filled: the section as the other one fills it in.
-        name: of the other section.
-    """
+    """Refuse a key that has neither its default nor the value that another section gives it."""
     for key, field in type(own).model_fields.items():
         value, given = getattr(own, key), getattr(filled, key)
         if value != given and value != field.get_default(call_default_factory=True):

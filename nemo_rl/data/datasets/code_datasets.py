@@ -28,16 +28,7 @@ DatasetFactory = Callable[[DatasetConfig, str], RawDataset]
 
 
 class _Programs(RawDataset):
-    """Rows of a data set whose answers are tests.
-
-    Args:
-        config: The entry of `data.train` or `data.validation`; `input_key` and `output_key` override columns.
-        role: "train" or "validation": chooses the usual split.
-        source: The named data set.
-
-    Raises:
-        DataError: There is nothing to read, or it cannot be read.
-    """
+    """Rows of a data set whose answers are tests."""
 
     def __init__(self, config: DatasetConfig, role: str, source: HubSource) -> None:
         self.input_key = config.input_key or source.input_key

@@ -40,7 +40,6 @@ class EpisodeRows(Sequence[FormattedRow]):
 
     Args:
         split: "train" or "validation".
-        num_samples: number of rows.
         seed: chooses the seeds.
         task_name: put into every row.
     """

@@ -121,7 +121,6 @@ def setup_response_data(
 
     Args:
         tokenizer: Renders and tokenises prompts.
-        data_config: `data` of the config.
         environments: `env` of the config, or its names. None when answers are not graded.
         tools: Function schemas that the prompts of an environment offer, by its name.
 

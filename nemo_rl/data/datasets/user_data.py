@@ -77,7 +77,6 @@ def checked_rows(dataset: Any, max_bad_row_share: float, sampled: bool, bad_rows
     """Check the first rows of a program's data set and return it; arguments and errors as in `given_data`.
 
     Args:
-        dataset: The rows.
         max_bad_row_share: See the key of `data`.
         sampled: Rows are prompts.
         bad_rows: Rows that are left out are appended here.

@@ -55,7 +55,6 @@ def content_text(content: Any, what: str = "the content of a message") -> str:
     """Return the text of a content, its parts joined.
 
     Args:
-        content: The content of a message.
         what: The content's name in errors.
 
     Raises:

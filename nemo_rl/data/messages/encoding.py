@@ -93,7 +93,6 @@ def encode_text(text: str, tokenizer: TokenizerType, longest: int | None = None)
 
     Args:
         text: Rendered text, with or without marks of `control_tokens`.
-        tokenizer: The tokenizer.
         longest: Most tokens that the caller can use. Of a longer text only a prefix with more tokens than this may be
             encoded, because megabytes of text would take seconds and gigabytes of memory; None encodes all of it.
     """
@@ -117,7 +116,6 @@ def encode_spans(
         text: The rendered conversation.
         ends: End of each span in characters, in order; the last is the end of the text.
         sampled: For each span, whether a model samples it.
-        tokenizer: The tokenizer.
         longest: As `encode_text`; of a longer text the last spans may get no tokens.
 
     Returns:
@@ -145,12 +143,7 @@ class _Cut:
 
 
 class _Cutter:
-    """Cuts the tokens of a text at places between spans.
-
-    Args:
-        text: the whole text.
-        ids: its tokens.
-    """
+    """Cuts the tokens of a text at places between spans."""
 
     def __init__(self, text: str, ids: Ids, tokenizer: TokenizerType) -> None:
         self._text, self._ids, self._tokenizer = text, ids, tokenizer

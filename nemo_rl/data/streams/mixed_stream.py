@@ -90,7 +90,6 @@ class DataSetRows:
     Invariant: the order of an epoch depends on the run's seed, the name and the epoch, and not on other data sets.
 
     Args:
-        name: of the data set.
         rows: its rows in the data of all sets.
         shuffle: whether each epoch has a new order.
     """
@@ -136,7 +135,6 @@ class MixedPromptStream:
 
     Args:
         dataset: the rows of all data sets, with their names.
-        batch_size: prompts of a batch.
         shuffle: whether each epoch of a data set has a new order.
         max_epochs: epochs of the stream before it ends.
         collate_fn: joins data into a batch.
@@ -365,8 +363,6 @@ def training_stream(
 
     Args:
         config: sets order, shares, epochs, and the treatment of bad rows and of a position in changed data.
-        rows: the training data.
-        batch_size: rows of a batch.
         collate_fn: joins them.
 
     Raises:

@@ -140,7 +140,6 @@ class Prompts(Protocol):
         """Store and restore a part together with the position; only before the first step.
 
         Args:
-            name: of its state in the checkpoint.
             part: replaces an earlier one of this name.
         """
 

@@ -71,11 +71,7 @@ def unreachable(address: str) -> str | None:
 
 
 def _listening(address: str) -> str | None:
-    """Return `host:port` of a server that speaks gRPC's protocol; None if `auto` finds no cluster.
-
-    Raises:
-        OSError, ValueError: no process listens, the address is malformed, or the server is not Ray.
-    """
+    """Return `host:port` of a server that speaks gRPC's protocol; None if `auto` finds no cluster."""
     from ray._private import services  # takes a second
 
     try:

@@ -110,7 +110,6 @@ def initial_head(hidden_size: int, seed: int) -> Tensor:
 
     Args:
         hidden_size: D.
-        seed: run seed.
     """
     generator = torch.Generator().manual_seed(seed)
     return torch.randn((1, hidden_size), generator=generator) / (hidden_size + 1)

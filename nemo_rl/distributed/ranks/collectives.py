@@ -35,7 +35,6 @@ def all_gather(x: Tensor, dim: int, group: Group, *, partial_gradient: bool) -> 
     Args:
         x: this rank's part.
         dim: dimension along which the parts are joined.
-        group: the ranks.
         partial_gradient: sum the gradient of the result over the ranks before each rank takes its part.
     """
     return x if group is None else _AllGather.apply(x, dim, group, partial_gradient)
@@ -58,7 +57,6 @@ def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Gr
         x: `[sum(send), ...]`.
         send: rows for each rank.
         receive: rows from each rank.
-        group: the ranks.
     """
     return x if group is None else _AllToAll.apply(x, list(send), list(receive), group)
 

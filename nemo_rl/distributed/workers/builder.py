@@ -53,7 +53,6 @@ class RayWorkerBuilder:
 
         Args:
             venv: the requested environment; None reads the registry.
-            name: name of the environment.
             timeout_s: seconds for making it.
         """
         self._runtime_env = make_actor_runtime_env(self.ray_actor_class_fqn, venv, name, timeout_s)

@@ -148,9 +148,6 @@ def _take_ready(
 
     Returns:
         The calls that failed, or None if no answer came before `end`.
-
-    Raises:
-        RayDiedError: Ray has ended, so all calls will fail without naming the reason.
     """
     refs = list(waiting)
     ready: list[Any] = []

@@ -73,9 +73,6 @@ class _Calls:
 
     It is no base of the actors: Ray runs all methods of a class on one event loop if any of them is a coroutine
     function.
-
-    Args:
-        outcome: calls one of its methods, a function or a coroutine function, where this kind of actor runs it.
     """
 
     def __init__(self, env: EnvironmentInterface[Any], outcome: Callable[..., Coroutine[Any, Any, Any]]):

@@ -381,10 +381,6 @@ class EnvironmentClient:
         """Call a method of the actor; return None if another call timed out or SIGSTOP had stopped the actor.
 
         The actor is replaced then.
-
-        Raises:
-            TimeoutError: No answer in time; the actor is replaced.
-            RayActorError, OutOfMemoryError: The actor died; it is replaced.
         """
         async with self._turns:
             incarnation = self._actor.running()

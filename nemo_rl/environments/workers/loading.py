@@ -44,7 +44,6 @@ def worker_keys(name: str, section: Mapping[str, Any], step_timeout_s: float) ->
 
     Args:
         name: name of the environment, for errors.
-        section: its section.
         step_timeout_s: deadline if the section has none (`cluster.timeouts.environment_s`).
 
     Raises:
@@ -72,7 +71,6 @@ def own_keys(section: Mapping[str, Any], config_class: type | None) -> dict[str,
     """Return the keys of a section that are the environment's own: all but those above that its class does not name.
 
     Args:
-        section: the section.
         config_class: `EnvironmentInterface.config_class`.
     """
     named = set(inspect.signature(config_class).parameters) if config_class is not None else set()

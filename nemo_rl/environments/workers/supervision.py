@@ -45,7 +45,6 @@ class SupervisedActor:
     Args:
         name: For logs and errors.
         start: Starts an actor; returns before it is ready.
-        start_timeout_s: Deadline of the actor's start.
         max_restarts: How often in a row the actor may be replaced without an answer in between.
         kind: What the actor hosts, for logs and errors.
     """

@@ -109,9 +109,7 @@ class RunnerEngines(EngineGroup):
     runner that died.
 
     Args:
-        workers: workers of its engines.
         workers_per_engine: number of workers of each engine (`EngineSettings.num_workers`).
-        timeouts: deadlines.
     """
 
     def __init__(self, workers: EngineWorkers, workers_per_engine: int, timeouts: TimeoutsConfig) -> None:
@@ -205,7 +203,6 @@ class RunnerActor:
         Args:
             tasks: the groups to play, each with its number.
             given_up: numbers of the groups to end, because no caller waits for them.
-            weight_version: version of the engines' weights.
         """
         self._engines.weight_version = weight_version
         for number in given_up:

@@ -119,12 +119,7 @@ class RunnerShare:
                 self.actor.end_hung(incarnation, reason)  # on this loop, as `serve` replaces the actor here too
 
     async def _look(self, handle: Any) -> None:
-        """Ask the runner for lost engines, and replace them.
-
-        Raises:
-            RayActorError, OutOfMemoryError: the actor died.
-            _NoSignOfLifeError: it gives no answer.
-        """
+        """Ask the runner for lost engines, and replace them."""
         lost = await self._ask(handle.lost_engines.remote(self._poll_s))
         if lost:
             given = self._given

@@ -104,11 +104,7 @@ def _start_of_answer(text: str) -> int:
 
 
 class _Scanner:
-    """Reads a text once, from its beginning to its end.
-
-    Args:
-        tags: Whether `<code>` and `<think>` mark pieces.
-    """
+    """Reads a text once, from its beginning to its end."""
 
     def __init__(self, text: str, tags: bool = True) -> None:
         self._lines = _LINE_BREAK.split(text)

@@ -69,7 +69,6 @@ def random_solve_rate(grid: Sequence[Sequence[int]], max_moves: int) -> float:
 
     Args:
         grid: tiles by row; 0 is the empty cell.
-        max_moves: number of moves.
     """
 
     @cache

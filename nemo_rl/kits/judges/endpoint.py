@@ -70,11 +70,7 @@ def endpoint_key(config: LLMJudgeConfig) -> str | None:
 
 
 def _judge_text(completion: Any) -> JudgeText:
-    """Read a chat completion.
-
-    Raises:
-        AttributeError, LookupError, TypeError, ValueError: it is none, or its text is empty and was not cut off.
-    """
+    """Read a chat completion."""
     choice = completion["choices"][0]
     text = choice["message"]["content"]
     is_complete = choice.get("finish_reason") != "length"

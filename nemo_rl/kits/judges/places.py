@@ -11,7 +11,6 @@ def places_of(name: str, resources: OwnDevicesConfig, *, on_gpus: bool) -> RayVi
 
     Args:
         name: name shown in Ray's tools.
-        resources: devices of the model.
         on_gpus: whether each process has a GPU.
     """
     per_node = (resources.gpus_per_node or 1) if on_gpus else (resources.ranks_per_node or 1)
@@ -28,7 +27,6 @@ def check_processors(place: str, resources: OwnDevicesConfig) -> None:
     """Refuse more processes on a machine than it has processors, as each of them computes all the time.
 
     Args:
-        place: key of the section of the model.
         resources: devices of the model, on CPUs.
 
     Raises:

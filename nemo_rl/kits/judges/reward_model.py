@@ -109,11 +109,7 @@ def _require_enabled(config: RewardModelEnvironmentConfig) -> None:
 
 
 def _tokenizer_of_classifier(config: RewardModelEnvironmentConfig) -> "TokenizerType":
-    """Return the tokenizer of the model, which has a head for scores.
-
-    Raises:
-        ConfigError: the model has none, or its tokenizer cannot be read.
-    """
+    """Return the tokenizer of the model, which has a head for scores."""
     policy = config.as_policy()
     _require_classifier(policy.model_name)
     return get_tokenizer(policy.tokenizer, section="env.reward_model")

@@ -155,7 +155,6 @@ class ScoringRanks:
 
     Args:
         config: the section `env.reward_model`.
-        tokenizer: tokenizer of the model.
 
     Raises:
         ConfigError: the section, the model or the number of ranks cannot be used.

@@ -140,11 +140,7 @@ class JudgePrompts:
 
 
 def _fields(template: str) -> frozenset[str]:
-    """Return the names of the fields of a template.
-
-    Raises:
-        ConfigError: a brace is not closed or not doubled, or a field is more than a name.
-    """
+    """Return the names of the fields of a template."""
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
     except ValueError as error:

@@ -140,7 +140,6 @@ class ToolEnvironment(EnvironmentInterface[ToolState]):
 
         Args:
             message_log_batch: one conversation, whose last message has `token_ids`.
-            metadata: its state.
         """
         (log,), (state,) = message_log_batch, metadata
         text = response_text(log[-1]["token_ids"].tolist(), self._tokenizer)

@@ -78,11 +78,7 @@ class _OpenIsolated(OpenTools):
         self._turn = asyncio.Lock()
 
     async def start(self) -> None:
-        """Start the process and construct the object in it.
-
-        Raises:
-            ToolProcessError: the process did not start, or the class raised.
-        """
+        """Start the process and construct the object in it."""
         python_path, folders = import_path()
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "nemo_rl.kits.tools.tool_process"),

@@ -98,11 +98,7 @@ class _Server:
         return self._task is None or self._task.done()
 
     async def start(self) -> None:
-        """Start the program and connect to it.
-
-        Raises:
-            ConfigError: it does not start, or gives no answer in time.
-        """
+        """Start the program and connect to it."""
         ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._serve(ready))
         await asyncio.wait([ready, self._task], timeout=START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)

@@ -83,11 +83,7 @@ class _Interpreter(OpenTools):
             return ToolOutput(text_of_error(error), "error")
 
     async def python(self, code: str) -> ToolOutput:
-        """Run a Python program and return what it prints, and the value of an expression in its last line.
-
-        Args:
-            code: the program. It has the standard library, and neither network nor files.
-        """
+        """Run a Python program and return what it prints, and the value of an expression in its last line."""
         if not self._stateful:
             return self._said(await self._sandbox.run_async(program_of([code], {})))
         async with self._in_order:

@@ -106,8 +106,6 @@ class CallParser:
     """One of vLLM's tool parsers.
 
     Args:
-        name: name of the parser.
-        tokenizer: tokenizer of the model.
         tools: function schemas in OpenAI's form.
 
     Raises:
@@ -185,7 +183,6 @@ class ReasoningReader:
 
     Args:
         name: name of the parser.
-        tokenizer: tokenizer of the model.
 
     Raises:
         ConfigError: there is no such parser, or it cannot work with this tokenizer.

@@ -155,7 +155,6 @@ class CachedPass:
         """Keep a layer's new keys and values, and compute the attention.
 
         Args:
-            layer_number: number of the layer.
             query: `[T, 1, H, D]`.
             key: `[T, 1, H_kv, D]`.
             value: `[T, 1, H_kv, D_v]`.

@@ -54,7 +54,6 @@ def keys_per_token(policy: PolicyConfig, rows_per_prompt: int) -> int:
     Sequences with prompts of their own share at most a system prompt, which is taken to be short.
 
     Args:
-        policy: section of the model.
         rows_per_prompt: sequences of a batch that begin with the same prompt; branches of a session add to them.
     """
     packing, section = policy.sequence_packing, policy.backend_section
@@ -68,7 +67,6 @@ def microbatch_tokens(policy: PolicyConfig, *, trains: bool, rows_per_sample: in
     """Return the tokens of the largest microbatch that a policy section allows.
 
     Args:
-        policy: section of the model.
         trains: whether the microbatch is one of training.
         rows_per_sample: rows of each sample that `train_micro_batch_size` counts; 2 for pairs.
     """
@@ -86,7 +84,6 @@ def microbatches_in_flight(stage: int, stages: int, chunks: int) -> float:
 
     Args:
         stage: index of the stage.
-        stages: number of stages.
         chunks: chunks of layers of each stage; above 1 the schedule is interleaved.
     """
     ahead = stages - stage
@@ -170,8 +167,6 @@ def engine_memory(
     """Predict the memory of a rank of the engines that a section describes.
 
     Args:
-        model: configuration of the model.
-        generation: the section.
         itemsize: bytes of a number in the engine; those of a float8 cache have one.
         quantization: weights that the engine holds in float8; None: no weights.
     """

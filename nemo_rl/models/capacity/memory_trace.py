@@ -135,7 +135,6 @@ def trace_model(
     """Count the parameters and saved tensors of a model.
 
     Args:
-        config: configuration of the model.
         tokens: tokens of a microbatch.
         dtype: dtype that the model computes in.
         scores: whether the model has a scalar head.

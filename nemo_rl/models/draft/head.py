@@ -220,8 +220,6 @@ def prepared_draft(head: DraftHead, optimizer: Optimizer, paths: CheckpointPaths
     """Yield the writes of the draft model, with copies on one rank; collective.
 
     Args:
-        head: the draft model.
-        optimizer: its optimizer.
         paths: folders of the checkpoint; without an optimizer folder only the weights are written.
     """
     yield partial(_write_weights, head, _copies(get_model_state_dict(head, options=_WHOLE)), paths.weights / FOLDER)

@@ -195,7 +195,6 @@ class DraftModel(nn.Module):
     """A draft model whose forward computes the loss, so that FSDP2 gathers its weights around all of it.
 
     Args:
-        head: the draft model.
         chunk_size: positions whose logits are held at a time; None takes a default for the device.
     """
 
@@ -341,7 +340,6 @@ class DraftTrainer:
 
         Args:
             dtype: cast floating-point tensors to it; None keeps float32.
-            device: device of the values.
         """
         for number, (name, tensor) in enumerate(self.head.state_dict(keep_vars=True).items()):
             place, order = block_of(tensor), (sys.maxsize, number)
@@ -365,7 +363,6 @@ def build_draft_model(
     FSDP2 shards it separately from the policy, because its backward pass runs inside the policy's forward pass.
 
     Args:
-        config: the policy section.
         mesh: ranks with different tokens, which share the weights.
         dtype: dtype of its forward and backward pass; its weights are float32.
         device: device on which it computes.

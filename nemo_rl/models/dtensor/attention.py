@@ -128,12 +128,7 @@ def _refuse_unsupported(module: nn.Module, attention_mask: Tensor | None, kwargs
 
 
 def _window_mask(*, local_size: int | None = None, **kwargs: Any) -> Tensor | None:
-    """Return the window of a layer's mask; the mask function registered with `varlen_attention`.
-
-    Args:
-        local_size: the window, in tokens; None for full attention.
-        **kwargs: sizes of the batch and the mask as a function, which transformers also passes; ignored.
-    """
+    """Return the window of a layer's mask; the mask function registered with `varlen_attention`."""
     return None if local_size is None else torch.tensor(local_size)
 
 
@@ -363,7 +358,6 @@ def choose_attention(probe_model: PreTrainedModel, config: PolicyConfig, forward
 
     Args:
         probe_model: an unsharded model of the architecture, with weights.
-        config: the policy section.
         forward: returns the outputs to compare.
 
     Raises:
@@ -388,7 +382,6 @@ def can_share_prompts(probe_model: PreTrainedModel, config: PolicyConfig, forwar
 
     Args:
         probe_model: the model, after `choose_attention`.
-        config: the policy section.
         forward: returns the outputs to compare.
     """
     packing, section = config.sequence_packing, config.dtensor_cfg

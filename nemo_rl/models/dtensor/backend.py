@@ -79,7 +79,6 @@ class DTensorBackend(TorchBackend):
     """See the module docstring and `PolicyBackend`.
 
     Args:
-        config: the policy section.
         device: this rank's device; its type is the mesh's device type.
         layout: sizes of the mesh axes; None derives them from the configuration and the number of ranks.
         init_optimizer: make optimizer and schedule (a frozen scorer needs none).

@@ -80,7 +80,6 @@ def build_model(config: PolicyConfig, seed: int) -> Built:
     """Build, check and adapt the model, in float32; collective.
 
     Args:
-        config: the policy section.
         seed: run seed, for the initial values of adapters or of a new scalar head.
 
     Raises:
@@ -113,7 +112,6 @@ def adapted(hf: PreTrainedModel, config: PolicyConfig, found: Found, seed: int) 
 
     Args:
         hf: the unsharded model, with weights or without.
-        config: the policy section.
         found: the features that its architecture supports.
         seed: run seed, for the adapters' initial values.
 

@@ -228,11 +228,7 @@ class _ExchangedRow:
         self._chunks, self._group, self._ranks = chunks, group, chunks.count // 2
 
     def enter(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See `DividedRow`.
-
-        Raises:
-            ConfigError: the heads do not divide over the ranks.
-        """
+        """See `DividedRow`."""
         heads, key_heads, ranks = query.shape[1], key.shape[1], self._ranks
         if heads % ranks:
             raise ConfigError(

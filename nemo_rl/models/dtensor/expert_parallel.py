@@ -230,12 +230,6 @@ def _run_dispatched(
 def _compute(forward: Callable[..., Tensor], experts: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
     """Run this rank's experts.
 
-    Args:
-        forward: forward of the module of experts.
-        experts: the module of experts.
-        rows: `[R, D]` hidden states, ordered by source rank, then by expert.
-        counts: `[ranks * E_own]` number of rows for each source rank and expert, in that order.
-
     Returns:
         `[R, D]` outputs, not weighted.
     """

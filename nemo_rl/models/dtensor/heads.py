@@ -268,7 +268,6 @@ def build_causal_lm(
     """Wrap an unsharded model.
 
     Args:
-        hf: the model.
         transform: result of `find_transform` for the architecture; "find" calls it with `hf`, which then needs weights.
         chunk_size: tokens per chunk of logits; None takes a default for the device.
         divides_head: whether tensor-parallel ranks will divide the head's rows.

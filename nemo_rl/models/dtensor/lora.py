@@ -128,7 +128,6 @@ def apply_lora(hf: PreTrainedModel, config: LoraConfig, seed: int) -> list[str]:
     Args:
         hf: the unsharded model.
         config: the layers to adapt, and the adapters' shape.
-        seed: run seed.
 
     Returns:
         Names of the adapted layers.
@@ -238,7 +237,6 @@ def save_adapter(
     Args:
         hf: the adapted model, sharded or not.
         config: the `lora_cfg` section of the adapters.
-        base_name: `policy.model_name`.
         weights_path: the W of the module docstring.
         keep: applied to every tensor that will be written.
     """

@@ -52,7 +52,6 @@ def check_mesh(
     """Find the reasons why a model cannot be trained, or run for inference, on a mesh.
 
     Args:
-        policy: section of the model.
         layout: axis sizes, from the section and the number of ranks.
         model: the model's configuration.
         section: name of the section, for messages.

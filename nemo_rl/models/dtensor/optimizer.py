@@ -125,11 +125,7 @@ def check_optimizer(policy: PolicyConfig, section: str) -> None:
 
 
 def _check_names(entry: OptimizerConfig | SchedulerConfig, key: str) -> None:
-    """Refuse arguments that a class does not have, and numbers that are not finite.
-
-    Raises:
-        ConfigError: names the argument and the nearest one of the class.
-    """
+    """Refuse arguments that a class does not have, and numbers that are not finite."""
     cls = _named_class(entry, f"{key}.name")
     try:
         parameters = inspect.signature(cls).parameters
@@ -214,7 +210,6 @@ def hyperparameters_now(
     Args:
         optimizer: the optimizer built from the settings, before it loads a state.
         scheduler: schedule of that optimizer.
-        settings: settings of this run.
         saved: `scheduler` state and `settings` of the run to resume; each may be None.
 
     Returns:

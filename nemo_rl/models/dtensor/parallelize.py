@@ -86,7 +86,6 @@ def wants_compiled(asked: bool | None, hf: PreTrainedModel, device: torch.device
 
     Args:
         asked: the key; null leaves the choice to `COMPILES_ON_GPUS`, for models and settings with which it is possible.
-        hf: the model.
         device: device on which it computes.
         fits: whether the other settings allow it, as far as the configuration does not refuse them already.
     """
@@ -236,7 +235,6 @@ def enable_activation_checkpointing(hf: PreTrainedModel, *, selective: bool = Fa
     """Recompute each decoder layer's activations in the backward pass (training mode only).
 
     Args:
-        hf: the model.
         selective: keep the outputs that are expensive to recompute, those of matrix products and attention. A layer
             then keeps about as many bytes as its linear layers output, and its recomputation runs no matrix product.
 

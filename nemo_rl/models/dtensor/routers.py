@@ -77,7 +77,6 @@ def configured_coefficient(config: PretrainedConfig, asked: float | None) -> flo
     """Return the factor of the auxiliary loss that a configuration asks for; see `auxiliary_coefficient`.
 
     Args:
-        config: configuration of the text model.
         asked: `policy.dtensor_cfg.moe_aux_loss_coeff`.
     """
     if asked is not None:
@@ -90,7 +89,6 @@ def auxiliary_coefficient(hf: PreTrainedModel, asked: float | None) -> float:
     """Return the factor of the auxiliary loss; 0 if there is no such loss.
 
     Args:
-        hf: the model.
         asked: `policy.dtensor_cfg.moe_aux_loss_coeff`; None takes the model's configuration as transformers does:
             `router_aux_loss_coef` if `output_router_logits` is set.
 
@@ -338,12 +336,7 @@ class ReplayedRouters:
 
 
 class _Chosen(TorchFunctionMode):
-    """Replaces the choice of k among E experts while a router runs.
-
-    Args:
-        recorded: returns `[N, k]` int64 for N rows, -1 where the router chooses.
-        number: E.
-    """
+    """Replaces the choice of k among E experts while a router runs."""
 
     def __init__(self, recorded: Any, number: int) -> None:
         super().__init__()

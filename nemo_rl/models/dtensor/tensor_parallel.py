@@ -109,8 +109,6 @@ def divide_layers(
 
     Args:
         hf: the model, unsharded except for its experts.
-        plan: result of `tensor_plans.plan_for`.
-        tensor: the ranks.
         experts: names of the modules of experts, which this function does not divide.
         dispatched: whether experts get tokens from other ranks; then the ranks divide the tokens of their block, and
             the other modules in it stay whole.

@@ -143,7 +143,6 @@ def plan_for_configuration(config: PretrainedConfig, custom: str | None = None, 
     """Return `plan_for` without weights: the model is made on the meta device (one second for 70B parameters).
 
     Args:
-        config: configuration of the model.
         custom: as in `plan_for`.
         scores: whether the model has a scalar head.
 
@@ -168,7 +167,6 @@ def shared_experts(hf: PreTrainedModel, blocks: Iterable[str], planned: Collecti
     width, or to twice the inner width if they are fused.
 
     Args:
-        hf: the model.
         blocks: names of the modules whose outputs ranks sum.
         planned: names of modules and parameters in them that are divided already, or are experts.
     """

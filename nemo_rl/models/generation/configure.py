@@ -19,7 +19,6 @@ def configure_generation_config[Config: GenerationConfig | MutableMapping[str, A
 
     Args:
         config: `policy.generation`; changed in place.
-        tokenizer: tokenizer of the policy.
         is_eval: has no effect: engines of a run receive its weights, those of an evaluation load them.
         has_refit_draft_weights: has no effect: engines get the weights of `policy.draft` in every sync.
         trains_mtp: has no effect: engines that propose with the policy's own layers get them in every sync.

@@ -61,7 +61,6 @@ class TokenCache:
 
     Args:
         num_places: tokens that the cache has room for.
-        device: where the keys and values are.
 
     Attributes:
         num_places: tokens that the cache has room for.

@@ -297,11 +297,7 @@ class EngineGroup(GenerationInterface):
                 member.answer(request_id, result, now)
 
     async def _first_to_answer(self, member: Member, waits: Waits) -> int:
-        """Return the worker of an engine whose call of `collect` ends first, with results or because it died.
-
-        Raises:
-            Silence: a worker does not answer any more, not even with an empty list.
-        """
+        """Return the worker of an engine whose call of `collect` ends first, with results or because it died."""
         clock = asyncio.get_running_loop().time
         for rank in member.ranks:
             if rank not in member.polls:

@@ -39,9 +39,6 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
     """Build the settings of the engine that `policy.generation` describes.
 
     Args:
-        policy: the `policy` section.
-        cluster: the `cluster` section.
-        seed: engine seed.
         load_weights: load the checkpoint at the start (evaluation); training syncs weights instead.
 
     Raises:
@@ -172,15 +169,7 @@ def check_engine_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
 
 
 def _check_router_replay(policy: PolicyConfig, cluster: ClusterConfig) -> None:
-    """Refuse router replay for an engine that reports no experts, and for a model without experts.
-
-    Args:
-        policy: the section, with `generation`.
-        cluster: the machines.
-
-    Raises:
-        ConfigError: the engine or the model cannot do it; nothing is checked unless the section asks for it.
-    """
+    """Refuse router replay for an engine that reports no experts, and for a model without experts."""
     if not policy.router_replay.enabled:
         return
     assert policy.generation is not None, "the caller has engines"
@@ -224,7 +213,6 @@ def sampling_params(policy: PolicyConfig, eos_token_id: int | None, *, validatio
     """Build the sampling parameters of training or validation.
 
     Args:
-        policy: the `policy` section.
         eos_token_id: the tokenizer's end of sequence; `stop_token_ids` adds other ids that end a response.
         validation: use the `val_*` keys.
 

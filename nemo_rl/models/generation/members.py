@@ -146,7 +146,6 @@ async def responses_so_far(
     again. A response that is on its way is waited for.
 
     Args:
-        member: the engine.
         requests: by the `id()` of the object; those of other engines are left out.
         ask: calls `responses_so_far` of its first worker.
         limit_s: seconds to wait for the engine.
@@ -178,9 +177,7 @@ def choose(members: Sequence[Member], prefix_at: ServedBy | None, weight_version
     engine: reading a prefix again costs less than a long wait, and no engine is left idle.
 
     Args:
-        members: the engines.
         prefix_at: the engine that wrote the previous turn.
-        weight_version: of the engines' weights.
     """
     members = [member for member in members if not (member.is_leaving or member.is_away)]
     known = [member.speed.seconds_per_token for member in members]

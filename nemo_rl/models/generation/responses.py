@@ -90,7 +90,6 @@ def joined(
 
     Args:
         so_far: the first part.
-        rest: the result of `rest_of`.
         stops: the stop strings of the request.
         tokenizer: decodes both parts.
     """

@@ -233,11 +233,7 @@ class SteppedEngine(ABC):
             await asyncio.sleep(0)
 
     def _checked_step(self) -> list[Finished]:
-        """Call `step`; if scores are not finite, check the weights.
-
-        Raises:
-            NonFiniteError: scores are not finite; the message names the weights that are not, if there are any.
-        """
+        """Call `step`; if scores are not finite, check the weights."""
         try:
             return self.step()
         except NonFiniteError as error:

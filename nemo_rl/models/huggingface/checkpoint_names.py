@@ -48,7 +48,6 @@ class Result:
 
         Args:
             place: place of the block in the weight.
-            values: its values.
 
         Returns:
             None if the block holds nothing of the result; the values are a view.
@@ -90,7 +89,6 @@ class Group:
         """Return which blocks of the weight the results are, by name.
 
         Args:
-            hf: the model.
             shapes: shapes of the sources.
 
         Returns:
@@ -128,7 +126,6 @@ def in_checkpoint(hf: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) ->
     gathered first if they are sharded, which is collective. Only tensors of incomplete groups are held in memory.
 
     Args:
-        hf: the model.
         weights: every weight once, by its name in `hf`, tied ones under one name, in the same order on all ranks.
     """
     group_of = {name: group for group in groups_in_checkpoint(hf) for name in group.sources}
@@ -154,7 +151,6 @@ def in_memory(hf: PreTrainedModel, names: Iterable[str], read: Callable[[str], T
     """Yield the tensors of a checkpoint with their names and shapes in the model.
 
     Args:
-        hf: the model.
         names: all names of the checkpoint.
         read: reads the tensor of a name; called once for each.
     """
@@ -214,14 +210,7 @@ def _transforms(hf: PreTrainedModel) -> list[WeightTransform]:
 def _groups(
     names: Iterable[str], transforms: list[WeightTransform], *, reverse: bool, hf: PreTrainedModel | None = None
 ) -> list[Group]:
-    """Group names by the result they belong to.
-
-    Args:
-        names: names of the tensors to convert.
-        transforms: the rules, in order.
-        reverse: whether the rules undo a load; then converters are applied before renamings.
-        hf: the model, for a load: names of a body without a head get its prefix, and names that the model has stay.
-    """
+    """Group names by the result they belong to."""
     renamings = [rule for rule in transforms if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in transforms if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}

@@ -231,7 +231,6 @@ def stays_float32(hf: "PreTrainedModel", dtype: torch.dtype | None) -> Callable[
     """Return whether a weight stays float32 in a model that computes in `dtype`, by its name in the model.
 
     Args:
-        hf: the model.
         dtype: number format of the other weights; with None or float32 nothing has to be kept.
     """
     if dtype not in _ROUNDED:

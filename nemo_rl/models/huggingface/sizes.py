@@ -204,7 +204,6 @@ def model_flops(
     """Count the operations of a causal language model.
 
     Args:
-        config: configuration of the model.
         scores: whether the model has a scalar head instead of one for the vocabulary.
         adapters: rank of low-rank adapters on a frozen model; 0 without adapters.
         adapted: selects the layers with adapters among the names of the linear layers, the head excepted.

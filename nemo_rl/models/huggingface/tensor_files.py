@@ -246,7 +246,6 @@ def write_file(file: Path, likes: Mapping[str, Tensor], tensors: Iterator[tuple[
     """Write one safetensors file; yield after each tensor.
 
     Args:
-        file: path of the file.
         likes: shape and dtype of its tensors, in order.
         tensors: their values on the CPU, in the same order; others may follow.
     """

@@ -44,7 +44,6 @@ class MegatronBackend(TorchBackend):
     """See the module docstring and `PolicyBackend`.
 
     Args:
-        config: the policy section.
         device: device on which this rank computes.
         layout: sizes of the mesh axes.
         init_optimizer: make optimizer and schedule (a frozen scorer needs none).

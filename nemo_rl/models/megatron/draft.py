@@ -26,9 +26,7 @@ def draft_trainer(
     """Build the draft model, its optimizer and its hooks on a model without stages; collective.
 
     Args:
-        config: the policy section.
         chunks: the rank's only chunk.
-        groups: the groups of ranks.
         device: device on which this rank computes.
         seed: run seed, for the weights of a new draft model.
     """

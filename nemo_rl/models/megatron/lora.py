@@ -193,7 +193,6 @@ def apply_lora(
         chunks: the rank's virtual stages, unwrapped.
         hf_config: Hugging Face configuration of the model.
         config: the section `policy.megatron_cfg.peft`.
-        seed: run seed.
 
     Returns:
         Names of the adapted layers of the whole model, in its order.
@@ -327,10 +326,7 @@ def save_adapter(
     Args:
         chunks: the rank's virtual stages, wrapped or not.
         hf_config: Hugging Face configuration of the model.
-        config: configuration section of the adapters.
-        base_name: `policy.model_name`.
         names: names of the adapted layers, from `apply_lora`.
-        weights_path: weights folder of the checkpoint.
         keep: applied to every tensor that will be written.
     """
     rules = rules_for(hf_config)

@@ -33,7 +33,6 @@ def check_mesh(
     """Find the reasons why Megatron Core cannot train a model, or run it for inference, on a mesh.
 
     Args:
-        policy: section of the model.
         layout: axis sizes, from the section and the number of ranks.
         model: the model's configuration.
         section: name of the section, for messages; only `policy` is trained.

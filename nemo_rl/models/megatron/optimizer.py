@@ -117,7 +117,6 @@ def build_scheduler(optimizer: MegatronOptimizer, section: MegatronConfig) -> Op
     """Build the schedule of learning rate and weight decay, in training steps.
 
     Args:
-        optimizer: result of `build_optimizer`.
         section: `policy.megatron_cfg`.
 
     Raises:
@@ -225,7 +224,6 @@ def move_part(part: Any, memory: HostMemory, device: torch.device, *, to_host: b
     Args:
         part: one of `parts_of`; parameters that it updates on the host (`optimizer_cpu_offload`) stay there.
         memory: host memory for this part only.
-        device: device of the model.
         to_host: move to the host; False moves back.
     """
     inner, kept = part.optimizer, _float32_weights(part)

@@ -86,7 +86,6 @@ class ReplayedRouters:
     gets those of its microbatch only if no other forward pass comes between, that is, with one stage.
 
     Args:
-        chunks: chunks of this rank.
         division: division of a row's tokens, which says which tokens this rank's routers see.
         device: device on which the model computes.
 
@@ -146,15 +145,7 @@ class _LayerReplay:
         group_topk: int | None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """Return `[N, k]` scores and experts; see Megatron Core's `RouterReplay`.
-
-        Args:
-            scores: `[N, E]`.
-            topk: experts of a token, k.
-            num_groups: groups of experts, or None.
-            group_topk: groups of a token, or None.
-            default_compute_topk: the router's own choice.
-        """
+        """Return `[N, k]` scores and experts; see Megatron Core's `RouterReplay`."""
         values, own = default_compute_topk(scores, topk, num_groups, group_topk)
         if self.experts is None:
             return values, own

@@ -169,7 +169,6 @@ def global_batches(
     """Cut a batch into consecutive global batches, the rows of one optimizer update each.
 
     Args:
-        data: the rows.
         size: number of rows of all global batches, or of each.
         allow_partial: let the last global batch be shorter (evaluation), if all have the same number.
 
@@ -224,7 +223,6 @@ def scoring_rows(method: str, data: BatchedDataDict[Any], config: PolicyConfig) 
     Args:
         method: of `Policy`, for messages.
         data: the batch.
-        config: the policy section.
 
     Raises:
         DataError: keys are missing.

@@ -84,7 +84,6 @@ class Policy(PolicyInterface):
         threads_per_rank: CPU threads of a rank; None divides the machine's cores by its ranks and busy engines.
         busy_engines: engine workers on each machine that compute while the ranks do.
         seed: run seed, for dropout.
-        optimizations: value of `cluster.optimizations`.
         venv: the ranks' Python environment (`cluster.venvs.policy`); None takes the registry's.
 
     Raises:
@@ -268,7 +267,6 @@ class Policy(PolicyInterface):
 
         Args:
             data: `input_ids [B, T]` right padded, `input_lengths [B]`; any number of rows.
-            k: number of logits.
             micro_batch_size: rows of one pass of a rank; None forms passes as configured.
             vocab_size: only ids below it are considered (an output head may have more rows than there are tokens).
 
@@ -445,11 +443,7 @@ class Policy(PolicyInterface):
         return sharded, self.ranks.with_rows(method, sharded, **common)
 
     def _shard(self, rows: BatchedDataDict[Any], strategy: MicrobatchStrategy, group_size: int = 1) -> ShardedBatch:
-        """Divide rows over the ranks.
-
-        Raises:
-            ConfigError: the backend does not accept the rows' further inputs.
-        """
+        """Divide rows over the ranks."""
         if ROW_INPUTS in rows:
             rows = BatchedDataDict(rows.data | {ROW_INPUTS: completed(rows[ROW_INPUTS])})
             self._accepted.require(rows[ROW_INPUTS])

@@ -55,7 +55,6 @@ class RankCalls:
 
     Args:
         layout: which rows a rank gets, and whose results count.
-        timeouts: deadlines.
     """
 
     def __init__(self, workers: RayWorkerGroup, layout: ParallelLayout, timeouts: TimeoutsConfig) -> None:

@@ -62,7 +62,6 @@ class TrainingBackend(ABC):
         """Refuse a model that cannot be trained or scored, before Ray starts.
 
         Args:
-            policy: section of the model.
             num_ranks: number of processes that hold the model.
             section: name of the section, for messages; `policy` is the model that is trained.
 
@@ -74,7 +73,6 @@ class TrainingBackend(ABC):
         """Make those checks of `check` that take milliseconds, for a search that asks about hundreds of meshes.
 
         Args:
-            policy: section of the model.
             num_ranks: number of processes that hold the model.
             section: name of the section, for messages.
 
@@ -109,7 +107,6 @@ class TrainingBackend(ABC):
         """Predict the memory of the rank that needs most, for the largest microbatch that the section allows.
 
         Args:
-            policy: section of the model.
             num_ranks: number of processes that hold the model.
             trains: whether the model has an optimizer.
             keeps_reference: whether its initial weights are kept.
@@ -199,7 +196,6 @@ def backend_of_checkpoint(path: Path, config_file: Path | None = None) -> Traini
     """Make the backend that wrote a checkpoint, named by the configuration in its step folder; DTensor without one.
 
     Args:
-        path: a step folder or a folder in it.
         config_file: that configuration, if it is elsewhere.
 
     Raises:
@@ -242,7 +238,6 @@ def convert_dcp_to_hf(
 
     Args:
         dcp_ckpt_path: a step folder, or its `policy/weights`.
-        hf_ckpt_path: folder for the model.
         model_name_or_path: has no effect: a checkpoint names its model.
         tokenizer_name_or_path: tokenizer for checkpoints that have none.
         overwrite: replace an existing folder when the export is complete; otherwise it must be new or empty.

@@ -111,7 +111,6 @@ def build_model_inputs(
         rows: `input_ids [b, T]` right padded and `input_lengths [b]`, on the CPU.
         wanted: `[b, T - 1]` bool; entry t requests the score of token t + 1.
         layout: padded or packed.
-        device: where the model runs.
     """
     input_ids = rows["input_ids"]
     num_rows, width = input_ids.shape
@@ -134,7 +133,6 @@ def build_distillation_inputs(rows: BatchedDataDict[Any], layout: InputLayout, d
         rows: keys of a training batch, and `teacher_topk_indices [b, T, k]`; position t belongs to the distribution
             after token t.
         layout: padded or packed.
-        device: where the model runs.
     """
     inputs = _each_place(build_training_inputs(rows, layout, device))  # rows may have other teachers' tokens
     num_rows, width = inputs.shape
@@ -149,7 +147,6 @@ def build_score_inputs(rows: BatchedDataDict[Any], layout: InputLayout, device: 
     Args:
         rows: `input_ids [b, T]` right padded and `input_lengths [b]`, on the CPU.
         layout: padded or packed.
-        device: where the model runs.
     """
     last_B = rows["input_lengths"] - 1
     row_B = torch.arange(len(last_B))
@@ -168,7 +165,6 @@ def build_position_inputs(rows: BatchedDataDict[Any], layout: InputLayout, devic
     Args:
         rows: `input_ids [b, T]` right padded and `input_lengths [b]`, on the CPU.
         layout: padded or packed.
-        device: where the model runs.
 
     Returns:
         Inputs of `shape` `(b, T)`: position t belongs to what the model gives after token t.

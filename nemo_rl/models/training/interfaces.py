@@ -39,7 +39,6 @@ class PolicyBackend(ABC):
     """One rank's model, in any training library. Every method is collective over all ranks.
 
     Args:
-        config: the policy section.
         device: where this rank computes. The process group exists already.
         layout: position of each rank on the parallel axes.
         init_optimizer: make optimizer and schedule (a frozen scorer needs none).

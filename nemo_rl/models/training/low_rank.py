@@ -61,7 +61,6 @@ def generator_of(seed: int, name: str) -> torch.Generator:
     """Make the generator of one layer's first adapter values: the same on all ranks and at every start.
 
     Args:
-        seed: run seed.
         name: name of the layer in the whole model.
     """
     return torch.Generator().manual_seed(derive_seed(seed, "lora", name))

@@ -122,11 +122,7 @@ def _become_the_program(plan: Plan, control: int) -> None:
 
 
 def _restrict_files(plan: Plan, may_connect: bool) -> None:
-    """Apply Landlock's rules, where the kernel has them or the mechanism consists of them.
-
-    Raises:
-        OSError: The mechanism needs rules that the kernel does not have.
-    """
+    """Apply Landlock's rules, where the kernel has them or the mechanism consists of them."""
     version = landlock.version(plan["newest_landlock"])
     least = landlock.RESTRICTS_TRUNCATION if plan["namespaces"] == "none" else int(plan["needs_landlock"])
     if version < least:

@@ -27,7 +27,6 @@ class MLflowLogger(LoggerInterface):
     """Logs to one MLflow run.
 
     Args:
-        cfg: the `logger.mlflow` section.
         log_dir: folder of the database and the artifacts, unless `tracking_uri` or MLFLOW_TRACKING_URI is set.
     """
 

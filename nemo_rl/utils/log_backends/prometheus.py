@@ -54,9 +54,6 @@ def exported_name(metric: str) -> tuple[str, Labels]:
 class PrometheusLogger(LoggerInterface):
     """Serves `http://<host>:<port>/metrics` until it is closed.
 
-    Args:
-        cfg: the section `logger.prometheus`.
-
     Raises:
         ConfigError: the address cannot be served.
     """

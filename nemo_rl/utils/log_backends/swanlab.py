@@ -20,7 +20,6 @@ class SwanlabLogger(RunTracker):
     """Logs to one SwanLab run; SwanLab ignores its own write errors.
 
     Args:
-        cfg: the `logger.swanlab` section.
         log_dir: folder of the run's files; None takes SwanLab's default.
 
     Raises:

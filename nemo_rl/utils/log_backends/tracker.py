@@ -33,8 +33,6 @@ class LoggerInterface(ABC):
         """Log scalars of a step under `<prefix>/<name>`.
 
         Args:
-            metrics: the numbers.
-            step: training step.
             prefix: group of the metrics, for example `train`.
             step_metric: name of the x-axis in trackers that have several.
             step_finished: whether these are the step's last metrics.

@@ -18,7 +18,6 @@ class TrackioLogger(RunTracker):
     """Logs to one Trackio run; `TRACKIO_DIR=<folder> trackio show` shows it.
 
     Args:
-        cfg: the section `logger.trackio`.
         log_dir: folder of the run's database, unless TRACKIO_DIR names another.
 
     Raises:

@@ -39,9 +39,6 @@ def check_control_tokens(
 
     Args:
         name: name of the data set, for messages.
-        rows: formatted rows.
-        control: the control tokens.
-        policy: value of `data.control_tokens_in_rows`.
 
     Returns:
         The rows to use, and the rows left out.

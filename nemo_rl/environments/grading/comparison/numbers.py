@@ -41,7 +41,6 @@ def read_number(text: str, depth: int = 0) -> Number | None:
     """Read a number in the spelling of `text.clean`; None if the text is something else, or a number of huge size.
 
     Args:
-        text: The number.
         depth: Brackets and fractions around it.
     """
     text = text.strip()

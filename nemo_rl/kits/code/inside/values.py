@@ -85,7 +85,6 @@ def encode(value: Any, refer: Refer | None = None, share: Refer | None = None) -
     """Return a value as JSON data.
 
     Args:
-        value: Any value.
         refer: Returns the JSON data that stands for a value that is no plain data; None refuses such values.
         share: Returns the JSON data that stands for a container that changes in place, or None to copy it.
     """

@@ -92,7 +92,6 @@ def export_merged(source: AdapterSource, target: Path, dtype: str | None = None)
     """Write base and adapter as one merged model.
 
     Args:
-        source: result of `adapter_source`.
         target: a new or empty folder.
         dtype: number format of the weights, for example "bfloat16"; None writes float32.
 
@@ -119,7 +118,6 @@ def export_adapter(source: AdapterSource, target: Path) -> None:
     """Copy the adapter only, in PEFT's format, with the name of the base in it.
 
     Args:
-        source: result of `adapter_source`.
         target: a new or empty folder.
 
     Raises:
@@ -135,7 +133,6 @@ def verify_merged(source: AdapterSource, target: Path) -> ExportCheck:
     """Compare the exported model with the base and the unmerged adapter, in float32 on the CPU.
 
     Args:
-        source: result of `adapter_source`.
         target: the exported folder.
     """
 

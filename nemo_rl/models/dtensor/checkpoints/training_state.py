@@ -127,15 +127,7 @@ def load_training_state(
 
 
 def _load_moments(hf: PreTrainedModel, optimizer: Optimizer, path: Path, groups: list[dict[str, Any]] | None) -> None:
-    """Read the state of each parameter by its name.
-
-    Args:
-        hf: the model; it may hold other parameters than the ranks that wrote the checkpoint.
-        optimizer: optimizer of these parameters.
-        path: the distributed checkpoint.
-        groups: hyperparameters of the saved parameter groups, the same for all; None for checkpoints that store them
-            together with the states.
-    """
+    """Read the state of each parameter by its name."""
     now: dict[str, Any] = dict(get_optimizer_state_dict(hf, optimizer))
     names = [group["params"] for group in now["param_groups"]]
     del now["param_groups"][1:]  # a checkpoint may have another number of groups, but always a first one
@@ -158,13 +150,7 @@ def _load_moments(hf: PreTrainedModel, optimizer: Optimizer, path: Path, groups:
 
 
 def _known_states(hf: PreTrainedModel, states: Mapping[str, Any], *, with_copies: bool = False) -> dict[str, Any]:
-    """Return the state of each parameter under its checkpoint name.
-
-    Args:
-        hf: the model, or a pipeline stage of it.
-        states: states by the names that parameters have in this stage.
-        with_copies: include parameters that an earlier stage also holds.
-    """
+    """Return the state of each parameter under its checkpoint name."""
     stage = stage_of(hf)
     if stage is None:
         return dict(states)

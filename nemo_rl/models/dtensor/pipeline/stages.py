@@ -255,11 +255,7 @@ class _PassThrough(nn.Module):
 
 
 class _Through(nn.Module):
-    """Wraps the first or last layer of the list: replaces its input with received hidden states, keeps its output.
-
-    Args:
-        layer: the wrapped layer; not registered as a child, because this wrapper exists for one pass only.
-    """
+    """Wraps the first or last layer of the list: replaces its input with received hidden states, keeps its output."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -297,11 +293,7 @@ class _Ends:
 
     @classmethod
     def of(cls, hf: PreTrainedModel) -> "_Ends":
-        """Find these modules in a model; in a stage, modules that it does not hold are included.
-
-        Raises:
-            ConfigError: the body has no list of layers.
-        """
+        """Find these modules in a model; in a stage, modules that it does not hold are included."""
         known = getattr(hf, _ENDS, None)
         return known or cls._found(hf)
 

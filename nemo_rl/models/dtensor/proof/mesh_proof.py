@@ -130,7 +130,6 @@ def prove_mesh(policy: PolicyConfig, layout: ParallelLayout, model: PretrainedCo
     """Prove that a mesh is correct, unless it is proven already or needs no proof.
 
     Args:
-        policy: section of the model.
         layout: axis sizes, from the section and the number of ranks.
         model: the model's configuration.
         section: name of the section, for messages.

@@ -100,8 +100,6 @@ def small_model(config: PretrainedConfig, policy: PolicyConfig, mesh: SmallMesh)
     Tries several forms of the configuration, and returns the smallest one that the code of the architecture accepts.
 
     Args:
-        config: configuration of the model.
-        policy: section of the model.
         mesh: the small mesh that will divide it.
 
     Raises:

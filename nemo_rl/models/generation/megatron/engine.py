@@ -141,11 +141,6 @@ class ModelPart:
     def _call(self, token_ids_T: Tensor, positions_T: Tensor, step: CachedPass | None = None) -> Tensor:
         """Compute this stage, with the hidden states of the previous one; pass the result on to the next one.
 
-        Args:
-            token_ids_T: tokens that are read now.
-            positions_T: position of each token in its row.
-            step: the pass; None: the tokens are one row, of which nothing is kept.
-
         Returns:
             `[T, 1, D]` hidden states; of the last stage `[b, V]` logits after the last token of each row.
         """

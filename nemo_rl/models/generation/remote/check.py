@@ -52,11 +52,7 @@ async def check_endpoint(config: ModelEndpointConfig) -> None:
 
 
 async def _names(config: ModelEndpointConfig, connection: EndpointConnection) -> list[str] | None:
-    """Return the models of an endpoint; None if it cannot say.
-
-    Raises:
-        ConfigError: the endpoint cannot be reached, or refuses the key.
-    """
+    """Return the models of an endpoint; None if it cannot say."""
     try:
         listed = await connection.ask("GET", "models")
     except EndpointError as error:

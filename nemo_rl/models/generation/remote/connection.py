@@ -158,7 +158,6 @@ def key_of(variable: str | None, key: str, user: str) -> str | None:
     """Return the key of an endpoint from an environment variable; None without a variable.
 
     Args:
-        variable: its name.
         key: key of the configuration that has the name.
         user: who reads the variable: "the environment".
 

@@ -50,7 +50,6 @@ def chat_body(config: ModelEndpointConfig, request: GenerationRequest) -> dict[s
     """Return the fields of a request; a field that `extra_body` sets to null is left out.
 
     Args:
-        config: the section.
         request: has `chat`.
 
     Raises:
@@ -395,7 +394,6 @@ def connection_to(config: ModelEndpointConfig, timeout_s: float | None = None) -
     """Return a connection to an endpoint.
 
     Args:
-        config: the section.
         timeout_s: seconds for one request; None: those of the section.
 
     Raises:

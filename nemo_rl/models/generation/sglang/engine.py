@@ -69,7 +69,6 @@ def generate_body(request_id: str, request: GenerationRequest, room: int) -> dic
 
     Args:
         request_id: its id at the server.
-        request: the request.
         room: tokens left in the context.
     """
     sampling = request.sampling

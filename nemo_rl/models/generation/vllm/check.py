@@ -36,8 +36,6 @@ def check_float8(policy: PolicyConfig, cluster: ClusterConfig, model: Any) -> No
     """Check the float8 formats that `policy.generation` asks for.
 
     Args:
-        policy: the section.
-        cluster: the machines.
         model: Hugging Face configuration of the text model.
 
     Raises:
@@ -167,7 +165,6 @@ def check_engine_shape(model: Any, generation: GenerationConfig) -> None:
 
     Args:
         model: Hugging Face configuration of the text model.
-        generation: the section `policy.generation`.
 
     Raises:
         ConfigError: a size does not fit; the message has the arithmetic and the sizes that fit.

@@ -109,7 +109,6 @@ class OwnModules(nn.Module):
     """The modules of a draft model that are not also modules of the policy's model.
 
     Args:
-        draft: the draft model.
         model: the policy's model.
     """
 

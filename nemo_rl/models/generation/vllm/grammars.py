@@ -25,7 +25,6 @@ def of_tokens(token_ids: list[int], table: object, num_before: int = 0) -> list[
     """Read each token's log-probability from a table with one entry for each position.
 
     Args:
-        token_ids: the tokens.
         table: vLLM's `FlatLogprobs`.
         num_before: entries of other tokens before them.
 

@@ -92,7 +92,6 @@ def proposes_with_latent_attention(speculation: Speculation, model_has_it: bool)
     """Return whether the layers that propose tokens have latent attention (DeepSeek's MLA).
 
     Args:
-        speculation: the section.
         model_has_it: whether the policy's model has it, whose own layers `mtp` proposes with.
     """
     named = speculation.values.get("model")
@@ -110,7 +109,6 @@ def check_speculation(policy: PolicyConfig, cluster: ClusterConfig, model: Any) 
 
     Args:
         policy: the `policy` section, with `generation`.
-        cluster: the `cluster` section.
         model: Hugging Face configuration of the text model.
 
     Raises:
@@ -175,11 +173,7 @@ def _wrong_values(speculation: Speculation) -> Iterator[str]:
 
 
 def _check_trained(speculation: Speculation | None, policy: PolicyConfig) -> None:
-    """Refuse to train a draft model (`policy.draft`) that the engines do not propose with.
-
-    Raises:
-        ConfigError: the section does not ask for it, or names another model.
-    """
+    """Refuse to train a draft model (`policy.draft`) that the engines do not propose with."""
     method = None if speculation is None else speculation.method
     if speculation is None or method != "eagle3":
         raise ConfigError(

@@ -169,8 +169,6 @@ def hub_tensors_of(
     """Yield a checkpoint's tensors under the names and shapes of the hub.
 
     Args:
-        weights: the weights folder.
-        config: configuration of the model.
         meta: yield only shapes and dtypes, as tensors on the meta device.
 
     Yields:

@@ -90,13 +90,7 @@ def import_huggingface(model_name: str, target: Path, dtype: str | None = None) 
 
 
 class _Values:
-    """Tensors of a checkpoint, each read from the hub's files when it is written.
-
-    Args:
-        rules: rules of the model.
-        files: the hub's files.
-        stored: parts in the files of each parameter.
-    """
+    """Tensors of a checkpoint, each read from the hub's files when it is written."""
 
     def __init__(self, rules: Rules, files: DequantizedFiles, stored: dict[str, tuple[Part, ...]]) -> None:
         self._rules, self._files, self._stored = rules, files, stored
@@ -104,11 +98,7 @@ class _Values:
         self._missing = {(name, part.name) for name in wanted for part in stored[name]}
 
     def of(self, name: str, like: Tensor) -> Tensor:
-        """Read the values for a tensor of the checkpoint.
-
-        Raises:
-            CheckpointError: the files have no such tensor, or its shape differs.
-        """
+        """Read the values for a tensor of the checkpoint."""
         from nemo_rl.models.megatron.conversion.holdings import Groups
         from nemo_rl.models.megatron.conversion.importer import fill, require_shapes
 

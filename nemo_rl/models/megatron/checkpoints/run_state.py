@@ -397,11 +397,7 @@ def _load_training_state(folder: Path, chunks: Sequence[Any], optimizer: Any, sc
 
 
 def _check_masters(folder: Path, chunks: Sequence[Any], optimizer: Any, loaded: dict[str, Any]) -> None:
-    """Check that the loaded float32 weights, rounded, are the weights of the model.
-
-    Raises:
-        CheckpointError: the weights differ; without this check a run would silently continue from wrong weights.
-    """
+    """Check that the loaded float32 weights, rounded, are the weights of the model."""
     names = {id(weight): name for chunk in chunks for name, weight in unwrap(chunk).named_parameters()}
     for weight, master in weights_and_masters(optimizer, loaded):
         every = max(1, weight.numel() // _CHECKED_VALUES)

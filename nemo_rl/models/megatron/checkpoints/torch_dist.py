@@ -55,11 +55,7 @@ type Sharded = dict[str, Any]
 
 
 class _Prepared(TorchDistSaveShardedStrategy):
-    """Keeps the parts that this rank has to write, instead of writing them.
-
-    Args:
-        keep: applied to every tensor.
-    """
+    """Keeps the parts that this rank has to write, instead of writing them."""
 
     def __init__(self, keep: Keep) -> None:
         super().__init__()
@@ -78,11 +74,7 @@ class _Prepared(TorchDistSaveShardedStrategy):
 
 
 class _Planner(MCoreSavePlanner):
-    """Replaces each tensor when it is written.
-
-    Args:
-        late: maps the name and the tensor to the tensor to write.
-    """
+    """Replaces each tensor when it is written."""
 
     def __init__(self, late: Keep) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -98,7 +90,6 @@ def prepare(folder: Path, state: Sharded, keep: Keep = as_it_is, late: Keep = as
 
     Args:
         folder: created if it does not exist.
-        state: sharded state of this rank.
         keep: applied to every tensor that this rank will write.
         late: applied to each tensor when it is written. If given, each tensor gets its own file, so that results are
             released after writing.

@@ -141,7 +141,6 @@ def held_hf_weights(
     Args:
         chunks: the rank's virtual stages, wrapped or not.
         hf_config: Hugging Face configuration of the model.
-        device: device of the values.
         dtype: dtype of the values; None keeps that of the parameters. Correction biases of routers stay in float32, as
             in engines.
         has_scalar_head: whether the output layer is a reward model's scalar head.

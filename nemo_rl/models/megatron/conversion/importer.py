@@ -83,7 +83,6 @@ def fill(tensor: Tensor, rule: Rule, parts: Mapping[int, Part], source: TensorSo
         tensor: the shard.
         rule: rule of the parameter.
         parts: parts to copy, by their numbers in the rule.
-        source: source of their tensors.
         groups: process groups of the mesh.
     """
     num_shards = groups.num_shards(rule)

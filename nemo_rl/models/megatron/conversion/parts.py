@@ -192,7 +192,6 @@ class Rule:
 
         Args:
             shard_shape: shape of one of the parameter's shards.
-            num_shards: number of shards.
         """
         shape = [size * num_shards if dim == self.dim else size for dim, size in enumerate(shard_shape)]
         return [(rows, *shape[1:]) for rows in self.layout.part_rows(shape[0])]

@@ -59,7 +59,6 @@ class Layers:
         """Yield all rules of a multi-token-prediction layer, which follows the model's layers in hub names.
 
         Args:
-            config: configuration of the model.
             depth: number of the layer among those of its kind, from 0.
 
         Raises:
@@ -301,7 +300,6 @@ def hub_tensors(rules: Rules, read: Callable[[str], Tensor]) -> Iterator[tuple[s
     """Yield all hub tensors, made from whole parameters.
 
     Args:
-        rules: rules of the model.
         read: reads a parameter by its name; called once for each. At most one, or one layer's experts, are in memory.
 
     Yields:

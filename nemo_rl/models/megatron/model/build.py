@@ -78,7 +78,6 @@ def build_chunks(
     Args:
         hf_config: Hugging Face configuration of the model.
         options: the section `policy.megatron_cfg`.
-        precision: dtype of the weights.
         device: device of the weights; for a GPU, the current one.
         seed: seed of the weights if `model_overrides.perform_initialization` is set; otherwise they have no values.
         trains: refuse options with which gradients would be wrong.
@@ -209,11 +208,7 @@ def _kernels(
 
 
 def _float8(options: MegatronConfig, layers: str) -> dict[str, Any]:
-    """Return the fields of training in float8.
-
-    Raises:
-        ConfigError: the layers are not Transformer Engine's; Megatron Core would ignore the fields.
-    """
+    """Return the fields of training in float8."""
     asked = options.fp8_cfg
     if not asked.enabled:
         return {}

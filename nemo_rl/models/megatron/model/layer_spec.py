@@ -66,7 +66,6 @@ def mtp_spec(
     """Build the specification of the stage's multi-token-prediction layers; None if it has none.
 
     Args:
-        config: configuration of the model.
         layers: specification of the stage's layers; the last one is repeated.
         vp_stage: number of the virtual stage; None without virtual stages.
     """
@@ -101,14 +100,7 @@ _NORMS_OF = {"linear_q_up_proj": "q_layernorm", "linear_kv_up_proj": "kv_layerno
 
 
 def _separate_norms(layer: Any, norm: Any, fused: Any, linear: Any) -> None:
-    """Replace linear layers with a fused norm by a norm and a linear layer.
-
-    Args:
-        layer: submodules of a layer's spec.
-        norm: class of the norms.
-        fused: class of the layers to replace.
-        linear: class of the new linear layers.
-    """
+    """Replace linear layers with a fused norm by a norm and a linear layer."""
     attention = layer.self_attention.submodules
     if getattr(attention, "linear_qkv", None) is fused:
         attention.linear_qkv, layer.input_layernorm = linear, norm

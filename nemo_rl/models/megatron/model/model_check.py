@@ -70,7 +70,6 @@ def check_options(keys: str, asked: MegatronConfig, fields: Mapping[str, Any]) -
 
     Args:
         keys: name of the section, such as `policy.megatron_cfg`.
-        asked: the section.
         fields: result of `check_expressible`.
     """
     kind = "MLATransformerConfig" if fields.get("multi_latent_attention") else "TransformerConfig"
@@ -91,7 +90,6 @@ def check_mtp(section: str, policy: PolicyConfig, model: PretrainedConfig) -> Fi
 
     Args:
         section: name of the section, such as `policy`.
-        policy: the section.
         model: Hugging Face configuration of the model.
     """
     asked = policy.megatron_cfg
@@ -121,7 +119,6 @@ def check_overrides(keys: str, overrides: Collection[str], known: Collection[str
 
     Args:
         keys: name of the section, such as `policy.megatron_cfg`.
-        overrides: names in `model_overrides`.
         known: fields of the class; empty if they are unknown.
         kind: name of the class.
     """

@@ -48,10 +48,6 @@ def pass_costs(config: PolicyConfig, device: torch.device) -> PassCosts:
 
     Adapters of the Megatron backend count as if they were on all linear layers: its layers have other names, and
     adapters have a small share of the operations.
-
-    Args:
-        config: the policy section.
-        device: device of the rank.
     """
     name = None if device.type == "cpu" else device_name(device)
     lora, peft = config.dtensor_cfg.lora_cfg, config.megatron_cfg.peft

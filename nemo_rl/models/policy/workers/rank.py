@@ -118,7 +118,6 @@ class PolicyWorker(ScoringWorker):
 
     Args:
         backend: holds model, optimizer and mesh.
-        config: the policy section.
         gives_scores: whether this rank returns scores; see `ParallelLayout.result_ranks`.
     """
 

@@ -143,7 +143,6 @@ class ScoringWorker:
         Args:
             data: `input_ids [b, T]` and `input_lengths [b]`, in microbatch order.
             sizes: rows of each microbatch.
-            k: number of logits.
             vocab_size: only ids below it are considered; None: all.
 
         Returns:
