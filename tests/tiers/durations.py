@@ -17,6 +17,7 @@ LONGEST_S = 4.0
 """Seconds above which a function belongs to the full tier, unless it is a representative."""
 _SHARED = 'scope="module"'
 """In the source of a file: its tests share what a fixture starts, and leaving out only the slowest saves nothing."""
+_LONG = "pytest.mark.long"
 SHORTEST_STORED_S = 0.2
 """Shorter functions are stored as one sum for each file."""
 REST = "*"
@@ -62,11 +63,27 @@ def is_full_file(path: Path, file: str) -> bool:
     return all(is_full(file, name) for name in _test_functions(path))
 
 
-def _test_functions(path: Path) -> list[str]:
+def full_functions() -> list[tuple[str, str]]:
+    """Return the files and functions of the full tier, in their order, without importing them."""
+    return [
+        (file, name)
+        for path in sorted(HERE.parent.rglob("test_*.py"))
+        for file in [path.relative_to(HERE.parent).as_posix()]
+        for name in _test_functions(path, with_long=False)
+        if is_full(file, name)
+    ]
+
+
+def _test_functions(path: Path, *, with_long: bool = True) -> list[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    marks = [
+        node for node in tree.body if isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node.targets[0])
+    ]
     return [
         node.name
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test")
+        if with_long or not any(_LONG in ast.unparse(mark) for mark in (*marks, *node.decorator_list))
     ]
 
 

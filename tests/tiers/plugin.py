@@ -14,6 +14,7 @@ import math
 import subprocess
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -57,11 +58,12 @@ def _leaves_out_full(config: pytest.Config) -> bool:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not import a module of which no test would run."""
-    if not (_leaves_out_full(config) and collection_path.suffix == ".py"):
+    if not collection_path.match("test_*.py") or not collection_path.is_relative_to(TESTS):
         return None
-    if not collection_path.name.startswith("test_") or not collection_path.is_relative_to(TESTS):
-        return None
-    return durations.is_full_file(collection_path, collection_path.relative_to(TESTS).as_posix()) or None
+    file = collection_path.relative_to(TESTS).as_posix()
+    if _chooses(config):
+        return True if all(file != chosen for chosen, _ in _chosen(config)) else None
+    return True if _leaves_out_full(config) and durations.is_full_file(collection_path, file) else None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -71,16 +73,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if durations.is_full(*_name_of(item)):
             item.add_marker("full")
     if _chooses(config):
-        chosen = _chosen(config, [item for item in items if _is_candidate(item)])
+        chosen = _chosen(config)
         left_out = [item for item in items if _name_of(item) not in chosen]
         items[:] = [item for item in items if _name_of(item) in chosen]
         files = list(dict.fromkeys(file for file, _ in chosen))
         items.sort(key=lambda item: files.index(_name_of(item)[0]))
         config.hook.pytest_deselected(items=left_out)
-
-
-def _is_candidate(item: pytest.Item) -> bool:
-    return item.get_closest_marker("full") is not None and item.get_closest_marker("long") is None
 
 
 def _name_of(item: pytest.Item) -> tuple[str, str]:
@@ -89,9 +87,10 @@ def _name_of(item: pytest.Item) -> tuple[str, str]:
     return file, getattr(item, "originalname", None) or item.name.split("[")[0]
 
 
-def _chosen(config: pytest.Config, items: Sequence[pytest.Item]) -> list[tuple[str, str]]:
+@cache
+def _chosen(config: pytest.Config) -> list[tuple[str, str]]:
     """Return the functions to run, in their order: what the change reaches, then the rotating part."""
-    names = list(dict.fromkeys(_name_of(item) for item in items))
+    names = durations.full_functions()
     chosen: list[tuple[str, str]] = []
     waiting: list[tuple[str, str]] = []
     if (minutes := config.getoption("affected")) is not None:
