@@ -176,8 +176,7 @@ def recipe(config: DistillationMasterConfig, user_parts: UserParts = NOTHING) ->
     set_seed(config.distillation.seed)
     tokenizer = user_parts.tokenizer_of(config.policy)
     vocab_size = check_teacher_fits(config, tokenizer)
-    generation = config.policy.generation
-    assert generation is not None, "the configuration was checked"
+    generation = config.policy.sampling
 
     algorithm = config.distillation
     wrap_source = source_wrapper(algorithm.rollout_source, "distillation.rollout_source")

@@ -217,9 +217,8 @@ def check_engine(request: Request) -> Passed:
     from nemo_rl.models.generation.factory import check_engine_model
 
     policy = request.config.policy
-    assert policy.generation is not None, "the check is skipped otherwise"
     check_engine_model(policy, request.config.cluster)
-    return Passed(f"{policy.generation.backend} serves the model")
+    return Passed(f"{policy.sampling.backend} serves the model")
 
 
 def check_parts(request: Request) -> Passed:

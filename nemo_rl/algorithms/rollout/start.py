@@ -69,11 +69,11 @@ from nemo_rl.losses.loss_function import AnyLossFunction
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.factory import (
     check_engine_model,
-    drops_weights,
     engine_settings,
     make_engines,
     sampling_params,
 )
+from nemo_rl.models.generation.registry import engine_kind
 from nemo_rl.models.huggingface.tensor_files import download_models
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.logger import Logger
@@ -333,7 +333,8 @@ def shared_engines(config: RolloutMasterConfig, engines: EngineGroup) -> Engines
     assert generation is not None, "engine_settings checks this"
     if not generation.colocated.enabled:
         return None
-    return Engines(engines, config.cluster.timeouts.weight_sync_s, drops_weights(generation))
+    drops_weights = engine_kind(generation.backend).drops_weights(generation)
+    return Engines(engines, config.cluster.timeouts.weight_sync_s, drops_weights)
 
 
 def make_prompts(config: RolloutMasterConfig, recipe: RolloutRecipe) -> Prompts:

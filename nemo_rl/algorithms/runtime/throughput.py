@@ -151,8 +151,7 @@ def engine_load(
         policy: section of the model that engines sample from.
         threads: ends the thread that counts.
     """
-    assert policy.generation is not None, "engine_settings checks this"
-    section = policy.generation.vllm_cfg
+    section = policy.sampling.vllm_cfg
     if not section.enable_vllm_metrics_logger:
         return engines.load_metrics
     counts = RequestCounts(engines, section.vllm_metrics_logger_interval)

@@ -336,8 +336,7 @@ class _Forecast:
 
     def transfer(self) -> Moment:
         """Predict the buffers of a weight sync: the largest tensor as a whole (the vocabulary, mostly) and buckets."""
-        generation, text = self.policy.generation, self._model.get_text_config()
-        assert generation is not None, "asked for a run that generates"
+        generation, text = self.policy.sampling, self._model.get_text_config()
         whole = text.vocab_size * text.hidden_size * self._itemsize
         return {"whole tensor and buckets": whole + _SYNC_BUCKETS * generation.weight_sync.bucket_size_mb * 2.0**20}
 
@@ -351,9 +350,8 @@ class _Forecast:
 
     @cached_property
     def _engine(self) -> EngineMemory:
-        assert self.policy.generation is not None, "asked for a run that generates"
         quantization = weight_quantization(self.policy, self.cluster)
-        return engine_memory(self._model, self.policy.generation, self._itemsize, quantization)
+        return engine_memory(self._model, self.policy.sampling, self._itemsize, quantization)
 
     @cached_property
     def _cache_bytes(self) -> float:

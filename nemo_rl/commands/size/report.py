@@ -135,8 +135,7 @@ def _seconds(seconds: Seconds) -> str:
 
 
 def _of_engine(proposal: Proposal, engine: EngineChoice) -> Iterator[Reason]:
-    generation = proposal.config.policy.generation
-    assert generation is not None, "the run samples"
+    generation = proposal.config.policy.sampling
     length = generation.engine.max_model_len
     group = next(plan for plan in proposal.forecast.groups.values() if "generation" in plan.moments)
     held = {kind: size / 2**30 for kind, size in group.moments["generation"].items()}

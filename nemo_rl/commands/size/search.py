@@ -107,11 +107,9 @@ def engine_choices(job: Job, config: MasterConfig, reserved: float) -> list[Engi
 def _choice(job: Job, config: MasterConfig, sizes: tuple[int, int, int], reserved: float) -> EngineChoice | None:
     """Return an engine of these sizes with its share of the memory; None if it does not fit."""
     tensor, stages, engines = sizes
-    assert config.policy.generation is not None, "the run samples"
-    experts = tensor if config.policy.generation.engine.expert_parallel_size > 1 else 1
+    experts = tensor if config.policy.sampling.engine.expert_parallel_size > 1 else 1
     changed = with_values(config, _sizes(tensor, stages, experts))
-    generation = changed.policy.generation
-    assert generation is not None, "the run samples"
+    generation = changed.policy.sampling
     try:
         check_engine_model(changed.policy, changed.cluster)
     except ConfigError:
@@ -142,8 +140,7 @@ def samples_of_a_step(config: MasterConfig) -> int:
 def _seconds(job: Job, memory: EngineMemory, sizes: tuple[int, int], running: int, answers: int) -> float:
     """Estimate the sampling of all answers of an engine, `running` at a time."""
     (tensor, stages), gpu = sizes, job.gpu
-    assert job.section.generation is not None, "the run samples"
-    length = job.section.generation.engine.max_model_len
+    length = job.section.sampling.engine.max_model_len
     read = memory.weights + running * length / 2 * memory.cache_per_token
     reading = read / (gpu.memory_gb_s * 1e9 * REACHED_MEMORY)
     computing = 2 * job.multiplied * running / (tensor * stages) / (gpu.tflops * 1e12 * REACHED)

@@ -5,12 +5,15 @@ Invariant: after `raise_on_all_ranks` either every rank continues, or every rank
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 
 from nemo_rl.utils.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch.distributed.checkpoint as dcp
 
 
 @contextmanager
@@ -30,7 +33,7 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]
         mine = str(error)
     except (OSError, RuntimeError, SafetensorError) as error:
         mine = f"{type(error).__name__}: {error}"
-    except dcp.CheckpointException as error:
+    except _checkpoint_exception() as error:
         mine = reasons_of(error)
     found: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine, group=group)
@@ -39,7 +42,14 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]
         raise CheckpointError("; ".join(reasons))
 
 
-def require_readable(error: dcp.CheckpointException) -> None:
+def _checkpoint_exception() -> "type[dcp.CheckpointException]":
+    """Import the exception when an error has occurred: the controller imports this file, and the import is slow."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    return CheckpointException
+
+
+def require_readable(error: "dcp.CheckpointException") -> None:
     """Raise the CheckpointError with which a rank refused a file, if one did: it names the cause best.
 
     Raises:
@@ -50,6 +60,6 @@ def require_readable(error: dcp.CheckpointException) -> None:
         raise CheckpointError(str(refused)) from error
 
 
-def reasons_of(error: dcp.CheckpointException) -> str:
+def reasons_of(error: "dcp.CheckpointException") -> str:
     """Return the ranks' errors without their stacks; the caller chains the whole error as the cause."""
     return "; ".join(dict.fromkeys(f"{type(reason).__name__}: {reason}" for reason, _ in error.failures.values()))

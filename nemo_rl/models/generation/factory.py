@@ -4,10 +4,8 @@ Only this file turns `policy.generation` into `EngineSettings`. Invariant: no en
 in the actors.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from nemo_rl.config import ClusterConfig, GenerationConfig, PolicyConfig
 from nemo_rl.config.rules.engines import misplaced
@@ -47,7 +45,8 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
     generation = policy.generation
     if generation is None:
         raise ConfigError("policy.generation is null, but this algorithm generates. Fill it in.")
-    engine, quantization = generation.engine, weight_quantization(policy, cluster)
+    kind, engine = engine_kind(generation.backend), generation.engine
+    quantization = weight_quantization(policy, cluster)
     kv_cache_mb = engine.kv_cache_memory_mb
     kv_cache_bytes = None if kv_cache_mb is None else kv_cache_mb << 20
     if kv_cache_bytes is None and not cluster.uses_gpu:
@@ -63,7 +62,7 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
         gpu_memory_utilization=generation.memory_share,
         enforce_eager=engine.enforce_eager or not cluster.uses_gpu,
         can_sleep=cluster.uses_gpu and generation.colocated.enabled,
-        sleep_level=2 if drops_weights(generation) and not load_weights else 1,
+        sleep_level=2 if kind.drops_weights(generation) and not load_weights else 1,
         load_weights=load_weights,
         seed=seed % 2**31,
         tensor_parallel_size=engine.tensor_parallel_size,
@@ -71,7 +70,7 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
         expert_parallel_size=engine.expert_parallel_size,
         hf_overrides=dict(policy.hf_config_overrides or {}),
         quantization=quantization,
-        engine_kwargs=_engine_kwargs(policy, generation),
+        engine_kwargs=kind.arguments(policy),
         env_vars=_kernel_variables(generation, quantization) | dict(engine.env_vars or {}),
         recomputes_cache=generation.weight_sync.recompute_kv_cache,
         optimizations=cluster.optimizations,
@@ -79,14 +78,6 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
         draft=shape_of(policy) if policy.draft.enabled else None,
         trains_mtp=proposes_by_trained_layers(policy),
     )
-
-
-def drops_weights(generation: GenerationConfig) -> bool:
-    """Return whether the engines of a training run lose their weights when they sleep, so that a sync must follow."""
-    if generation.backend == "sglang":
-        server = generation.sglang_cfg.sglang_server_config
-        return server.needs_offload and not server.cpu_weight_backup
-    return generation.backend == "vllm" and generation.vllm_cfg.sleep_level == 2
 
 
 def _cpu_kv_cache_bytes(policy: PolicyConfig, generation: GenerationConfig) -> int:
@@ -103,24 +94,6 @@ def _cpu_kv_cache_bytes(policy: PolicyConfig, generation: GenerationConfig) -> i
     return min(needed, _CPU_KV_CACHE_BYTES) if needed else _CPU_KV_CACHE_BYTES
 
 
-def _engine_kwargs(policy: PolicyConfig, generation: GenerationConfig) -> dict[str, Any]:
-    """Collect further arguments of the engine; for vLLM also the keys of `vllm_cfg`."""
-    if generation.backend == "megatron":
-        return {"megatron_cfg": policy.megatron_cfg}
-    if generation.backend == "sglang":
-        return {"sglang_cfg": generation.sglang_cfg}
-    if generation.backend != "vllm":
-        return generation.vllm_kwargs | generation.engine_kwargs
-    vllm = generation.vllm_cfg
-    cache = generation.engine.kv_cache_dtype
-    own = {
-        "logprobs_mode": vllm.logprobs_mode,
-        "enable_prefix_caching": vllm.enable_prefix_caching,
-        "kv_cache_dtype": None if cache == "auto" else cache,
-    }
-    return {key: value for key, value in own.items() if value is not None} | generation.vllm_kwargs
-
-
 def _kernel_variables(generation: GenerationConfig, quantization: WeightQuantization | None) -> dict[str, str]:
     if quantization is None or quantization.simulated:
         return {}
@@ -130,8 +103,7 @@ def _kernel_variables(generation: GenerationConfig, quantization: WeightQuantiza
 
 def engine_precision(policy: PolicyConfig) -> str:
     """Return the number format of the engines and of the weights that they receive, but for those in float8."""
-    assert policy.generation is not None, "engine_settings checks this first"
-    precision = policy.generation.engine.precision
+    precision = policy.sampling.engine.precision
     return policy.precision if precision in ("auto", FP8) else precision
 
 
@@ -145,68 +117,46 @@ def check_engine_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
     """
     if policy.generation is None:
         return
+    kind = engine_kind(policy.generation.backend)
     if policy.generation.backend not in ENGINES:
         own = engine_class(policy.generation.backend)
         check_own_keys(own, "policy.generation.engine_kwargs", policy.generation.engine_kwargs)
     else:  # an engine of the user's own may know other models
         require_text_model(load_model_config(policy.model_name, policy.hf_config_overrides), policy.model_name)
-    _check_router_replay(policy, cluster)
-    if policy.draft.enabled and policy.generation.backend != "vllm":
+    _check_router_replay(policy)
+    if policy.draft.enabled and not kind.speculates:
         raise ConfigError(
             "policy.draft.enabled=true trains a draft model for vLLM's speculative decoding, but "
             f"policy.generation.backend={policy.generation.backend}. Set it to vllm, or policy.draft.enabled=false."
         )
     num_mtp_layers = policy.megatron_cfg.mtp_num_layers if policy.megatron_cfg.enabled else 0
-    if num_mtp_layers and policy.generation.backend != "vllm":
+    if num_mtp_layers and not kind.speculates:
         raise ConfigError(
             f"policy.megatron_cfg.mtp_num_layers={num_mtp_layers} needs engines that know these layers, but "
             f"policy.generation.backend={policy.generation.backend}. Set it to vllm, or mtp_num_layers=0."
         )
-    check = engine_kind(policy.generation.backend).check
-    if check is not None:
-        refuse = import_dotted(check, ConfigError, f"{check} of policy.generation.backend", "It is part of nemo_rl.")
+    if kind.check is not None:
+        named = f"{kind.check} of policy.generation.backend"
+        refuse = import_dotted(kind.check, ConfigError, named, "It is part of nemo_rl.")
         refuse(policy, cluster)
 
 
-def _check_router_replay(policy: PolicyConfig, cluster: ClusterConfig) -> None:
+def _check_router_replay(policy: PolicyConfig) -> None:
     """Refuse router replay for an engine that reports no experts, and for a model without experts."""
     if not policy.router_replay.enabled:
         return
-    assert policy.generation is not None, "the caller has engines"
-    backend = policy.generation.backend
+    backend = policy.sampling.backend
     if not reports_experts(backend):
         raise ConfigError(
             f"policy.router_replay.enabled=true needs an engine that reports the experts of each token; "
             f"policy.generation.backend={backend} does not. Set policy.generation.backend=vllm (a class of your own "
             "has the attribute reports_experts=True), or policy.router_replay.enabled=false."
         )
-    refused = _not_with_experts(policy, policy.generation) if cluster.uses_gpu and backend == "vllm" else []
-    if refused:
-        raise ConfigError(
-            f"policy.router_replay.enabled=true, but vLLM on GPUs reports no experts with {' and '.join(refused)}. "
-            f"Leave {'them' if len(refused) > 1 else 'it'} out, or set policy.router_replay.enabled=false."
-        )
     if not expert_parameters_of(load_model_config(policy.model_name, policy.hf_config_overrides)):
         raise ConfigError(
             f"policy.router_replay.enabled=true, but policy.model_name={policy.model_name!r} has no experts. Set "
             "policy.router_replay.enabled=false."
         )
-
-
-def _not_with_experts(policy: PolicyConfig, generation: GenerationConfig) -> list[str]:
-    """Return the settings with which vLLM on GPUs refuses to report experts (`vllm.config.VllmConfig`)."""
-    arguments = _engine_kwargs(policy, generation)
-    speculation = arguments.get("speculative_config") or {}
-    stages = arguments.get("pipeline_parallel_size", generation.engine.pipeline_parallel_size)
-    refused = [f"policy.generation.engine.pipeline_parallel_size={stages}"] if stages > 1 else []
-    if arguments.get("enable_prefix_caching") is False:
-        refused.append("policy.generation.vllm_cfg.enable_prefix_caching=false")
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if arguments.get(name, 1) > 1:
-            refused.append(f"policy.generation.vllm_kwargs.{name}={arguments[name]}")
-    if isinstance(speculation, Mapping) and speculation.get("enable_adaptive_verification"):
-        refused.append("policy.generation.vllm_kwargs.speculative_config.enable_adaptive_verification=true")
-    return refused
 
 
 def sampling_params(policy: PolicyConfig, eos_token_id: int | None, *, validation: bool) -> SamplingParams:
@@ -219,8 +169,7 @@ def sampling_params(policy: PolicyConfig, eos_token_id: int | None, *, validatio
     Raises:
         ConfigError: the model cannot be found.
     """
-    generation = policy.generation
-    assert generation is not None, "engine_settings checks this first"
+    generation = policy.sampling
     top_k = generation.val_top_k if validation else generation.top_k
     return SamplingParams(
         temperature=generation.val_temperature if validation else generation.temperature,

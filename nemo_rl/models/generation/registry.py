@@ -5,11 +5,34 @@ Invariant: only `make_engine`, which runs in the actor, imports engine libraries
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+from nemo_rl.config import GenerationConfig, PolicyConfig
 from nemo_rl.models.accepted_rows import AcceptedRows
 from nemo_rl.models.generation.interfaces import Engine, EngineSettings
 from nemo_rl.models.generation.vllm.settings import CPU_SEQUENCES, engine_environment
 from nemo_rl.utils.named_parts import Registry
+
+
+def _own_arguments(policy: PolicyConfig) -> dict[str, Any]:
+    return policy.sampling.vllm_kwargs | policy.sampling.engine_kwargs
+
+
+def vllm_arguments(policy: PolicyConfig) -> dict[str, Any]:
+    """Return the arguments of a vLLM engine that `EngineSettings` does not have: keys of `vllm_cfg`, `vllm_kwargs`."""
+    generation = policy.sampling
+    cache = generation.engine.kv_cache_dtype
+    own = {
+        "logprobs_mode": generation.vllm_cfg.logprobs_mode,
+        "enable_prefix_caching": generation.vllm_cfg.enable_prefix_caching,
+        "kv_cache_dtype": None if cache == "auto" else cache,
+    }
+    return {key: value for key, value in own.items() if value is not None} | generation.vllm_kwargs
+
+
+def _sglang_drops(generation: GenerationConfig) -> bool:
+    server = generation.sglang_cfg.sglang_server_config
+    return server.needs_offload and not server.cpu_weight_backup
 
 
 @dataclass(frozen=True)
@@ -36,6 +59,12 @@ class EngineKind:
     """Whether the engine keeps to `SamplingParams.grammar`."""
     reports_experts: bool = False
     """Whether the engine returns the experts of tokens (`EngineSettings.reports_experts`)."""
+    speculates: bool = False
+    """Whether the engine proposes tokens by a draft model or MTP layers that the policy trains."""
+    arguments: Callable[[PolicyConfig], dict[str, Any]] = _own_arguments
+    """Further arguments of the engine, of the section `policy` (`EngineSettings.engine_kwargs`)."""
+    drops_weights: Callable[[GenerationConfig], bool] = lambda generation: False
+    """Whether engines of a training run lose their weights when they sleep, so that a sync must follow."""
 
 
 ENGINES = {
@@ -51,16 +80,22 @@ ENGINES = {
         CPU_SEQUENCES,
         accepts_grammars=True,
         reports_experts=True,
+        speculates=True,
+        arguments=vllm_arguments,
+        drops_weights=lambda generation: generation.vllm_cfg.sleep_level == 2,
     ),
     "hf": EngineKind("nemo_rl.models.generation.hf.HfEngine", accepts_inputs=True),
     "megatron": EngineKind(
         "nemo_rl.models.generation.megatron.engine.MegatronEngine",
         rank_path="nemo_rl.models.generation.megatron.engine.MegatronRank",
         check="nemo_rl.models.generation.megatron.check.check_model",
+        arguments=lambda policy: {"megatron_cfg": policy.megatron_cfg},
     ),
     "sglang": EngineKind(
         "nemo_rl.models.generation.sglang.engine.SglangEngine",
         check="nemo_rl.models.generation.sglang.server.check_model",
+        arguments=lambda policy: {"sglang_cfg": policy.sampling.sglang_cfg},
+        drops_weights=_sglang_drops,
     ),
 }
 """Engines that `policy.generation.backend` can name; any other value is the path of a user's class."""

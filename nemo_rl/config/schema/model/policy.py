@@ -223,6 +223,12 @@ class PolicyConfig(Section):
         return PlacementConfig()
 
     @property
+    def sampling(self) -> GenerationConfig:
+        """The section `generation` of a policy that samples; the checks of such runs refuse null."""
+        assert self.generation is not None, "the policy does not sample"
+        return self.generation
+
+    @property
     def mixes_weights(self) -> bool:
         """True if running answers continue with keys and values of older weights after a weight sync."""
         return self.generation is not None and not self.generation.weight_sync.recompute_kv_cache

@@ -36,8 +36,7 @@ def engine_size_problems(policy: PolicyConfig, model: PretrainedConfig) -> Itera
         policy: the section, with `generation`.
         model: Hugging Face configuration of the model.
     """
-    assert policy.generation is not None, "the caller has engines"
-    engine = policy.generation.engine
+    engine = policy.sampling.engine
     mesh = Mesh("policy.generation.engine", policy, ParallelLayout(), model.get_text_config())
     by_ranks = chain(divided_layers(mesh), vocabulary(mesh))
     if mesh.experts is not None and engine.expert_parallel_size == 1:

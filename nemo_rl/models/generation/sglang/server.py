@@ -191,9 +191,8 @@ def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
     Raises:
         ConfigError: SGLang is not installed, and no server is named.
     """
-    assert policy.generation is not None
     router = "policy.generation.sglang_cfg.sglang_router_config"
-    if policy.generation.sglang_cfg.sglang_router_config.use_external_router or "generation" in cluster.venvs:
+    if policy.sampling.sglang_cfg.sglang_router_config.use_external_router or "generation" in cluster.venvs:
         return
     if find_spec("sglang") is None:
         raise ConfigError(

@@ -15,12 +15,13 @@ of `vllm.v1.attention.backends`: what CPUs can hold in float8.
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from nemo_rl.config import ClusterConfig, GenerationConfig, PolicyConfig
+from nemo_rl.models.generation.registry import vllm_arguments
 from nemo_rl.models.generation.vllm.speculation import check_speculation
 from nemo_rl.models.huggingface.load import load_model_config, reads_more_than_text
 from nemo_rl.models.huggingface.sizes import head_size, longest_context
@@ -41,8 +42,7 @@ def check_float8(policy: PolicyConfig, cluster: ClusterConfig, model: Any) -> No
     Raises:
         ConfigError: vLLM would refuse the model, or compute it wrongly.
     """
-    generation = policy.generation
-    assert generation is not None
+    generation = policy.sampling
     problems = [] if cluster.uses_gpu else list(_cache_on_cpu(generation, model))
     quantization = weight_quantization(policy, cluster)
     if quantization is not None:
@@ -121,14 +121,15 @@ def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
             size there, a package for its images is missing, or it has latent attention (such as DeepSeek-V3's) with
             plain rotary embeddings.
     """
-    assert policy.generation is not None
     whole = load_model_config(policy.model_name, policy.hf_config_overrides)
     model = whole.get_text_config()
-    check_engine_shape(model, policy.generation)
+    check_engine_shape(model, policy.sampling)
     check_float8(policy, cluster, model)
-    _check_context(model, policy.generation.engine.max_model_len)
+    _check_context(model, policy.sampling.engine.max_model_len)
     check_speculation(policy, cluster, model)
     if cluster.uses_gpu:
+        if policy.router_replay.enabled:
+            _check_router_replay(policy)
         return
     if reads_more_than_text(whole) and importlib.util.find_spec("torchvision") is None:
         raise ConfigError(
@@ -220,3 +221,23 @@ def _remainders(model: Any, ranks: int, *, whole_experts: bool) -> Iterator[str]
 def _first(model: Any, *names: str) -> int | None:
     found = (getattr(model, name, None) for name in names)
     return next((value for value in found if isinstance(value, int)), None)
+
+
+def _check_router_replay(policy: PolicyConfig) -> None:
+    """Refuse the settings with which vLLM on GPUs reports no experts (`vllm.config.VllmConfig`)."""
+    arguments = vllm_arguments(policy)
+    speculation = arguments.get("speculative_config") or {}
+    stages = arguments.get("pipeline_parallel_size", policy.sampling.engine.pipeline_parallel_size)
+    refused = [f"policy.generation.engine.pipeline_parallel_size={stages}"] if stages > 1 else []
+    if arguments.get("enable_prefix_caching") is False:
+        refused.append("policy.generation.vllm_cfg.enable_prefix_caching=false")
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if arguments.get(name, 1) > 1:
+            refused.append(f"policy.generation.vllm_kwargs.{name}={arguments[name]}")
+    if isinstance(speculation, Mapping) and speculation.get("enable_adaptive_verification"):
+        refused.append("policy.generation.vllm_kwargs.speculative_config.enable_adaptive_verification=true")
+    if refused:
+        raise ConfigError(
+            f"policy.router_replay.enabled=true, but vLLM on GPUs reports no experts with {' and '.join(refused)}. "
+            f"Leave {'them' if len(refused) > 1 else 'it'} out, or set policy.router_replay.enabled=false."
+        )

@@ -114,8 +114,7 @@ def check_speculation(policy: PolicyConfig, cluster: ClusterConfig, model: Any) 
     Raises:
         ConfigError: lists all problems.
     """
-    assert policy.generation is not None
-    speculation = speculation_of(policy.generation.vllm_kwargs)
+    speculation = speculation_of(policy.sampling.vllm_kwargs)
     if policy.draft.enabled:
         _check_trained(speculation, policy)
     if speculation is None:
@@ -252,8 +251,7 @@ def _unproven_on_cpu(speculation: Speculation) -> Iterator[str]:
 
 
 def _wrong_sizes(speculation: Speculation, policy: PolicyConfig) -> Iterator[str]:
-    assert policy.generation is not None
-    engine, vllm = policy.generation.engine, policy.generation.vllm_cfg
+    engine, vllm = policy.sampling.engine, policy.sampling.vllm_cfg
     for key in ("pipeline_parallel_size", "expert_parallel_size"):
         if getattr(engine, key) > 1:
             yield f"method with policy.generation.engine.{key}={getattr(engine, key)} is not proven. Set it to 1."
@@ -273,8 +271,7 @@ def _wrong_sizes(speculation: Speculation, policy: PolicyConfig) -> Iterator[str
 
 
 def _unfit_draft_model(speculation: Speculation, policy: PolicyConfig, model: Any) -> Iterator[str]:
-    assert policy.generation is not None
-    name, limit = str(speculation.values["model"]), policy.generation.engine.max_model_len
+    name, limit = str(speculation.values["model"]), policy.sampling.engine.max_model_len
     draft = load_model_config(name, section=KEY).get_text_config()
     sizes = draft.vocab_size, model.vocab_size
     if sizes[0] != sizes[1] and not speculation.values.get("use_heterogeneous_vocab"):

@@ -106,4 +106,4 @@ def test_the_time_is_linear(unit):
         for function in (final_code, code_to_run):
             started = time.process_time()
             function(text)
-            assert time.process_time() - started < 1.0
+            assert time.process_time() - started < 3.0
