@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nemo_rl.weight_sync.parts import Part, Parts, whole
+from nemo_rl.distributed.ranks.tensor_block import TensorBlock, whole_block
+from nemo_rl.weight_sync.parts import BlocksByName
 
 ALIGNMENT_BYTES = 16
 
@@ -33,7 +34,7 @@ class TensorSlot:
     """Bytes the tensor takes."""
     fingerprint: int | None = None
     """Content checksum from the sender; None if verification is off."""
-    part: Part | None = None
+    part: TensorBlock | None = None
     """The part of the tensor that the bucket holds; None: the whole tensor."""
     full_shape: tuple[int, ...] = ()
     """Shape of the tensor that the part belongs to."""
@@ -85,33 +86,33 @@ def group_by_size(
         yield group
 
 
-class Piece(NamedTuple):
+class BucketEntry(NamedTuple):
     """A tensor of a bucket, or a part of one: its name, its values (a view), and of a part its place."""
 
     name: str
     values: torch.Tensor
-    part: Part | None = None
+    part: TensorBlock | None = None
     full_shape: tuple[int, ...] = ()
 
 
-def whole_pieces(group: Iterable[tuple[str, torch.Tensor]]) -> list[Piece]:
+def whole_entries(group: Iterable[tuple[str, torch.Tensor]]) -> list[BucketEntry]:
     """Return the tensors of a group as pieces."""
-    return [Piece(name, tensor) for name, tensor in group]
+    return [BucketEntry(name, tensor) for name, tensor in group]
 
 
-def cut(group: Iterable[tuple[str, torch.Tensor]], parts: Parts) -> list[Piece]:
+def cut(group: Iterable[tuple[str, torch.Tensor]], parts: BlocksByName) -> list[BucketEntry]:
     """Return the pieces of a group that a lane receives; integers and tensors that are read completely stay whole."""
-    pieces: list[Piece] = []
+    pieces: list[BucketEntry] = []
     for name, tensor in group:
         wanted, shape = parts.get(name, ()), tuple(tensor.shape)
-        if wanted == (whole(shape),) or (wanted and not tensor.is_floating_point()):
-            pieces.append(Piece(name, tensor))
+        if wanted == (whole_block(shape),) or (wanted and not tensor.is_floating_point()):
+            pieces.append(BucketEntry(name, tensor))
         else:
-            pieces += [Piece(name, part.of(tensor), part, shape) for part in wanted]
+            pieces += [BucketEntry(name, part.of(tensor), part, shape) for part in wanted]
     return pieces
 
 
-def plan_slots(pieces: Iterable[Piece]) -> tuple[list[TensorSlot], int]:
+def plan_slots(pieces: Iterable[BucketEntry]) -> tuple[list[TensorSlot], int]:
     """Assign each piece its position; return the slots and the buffer size in bytes."""
     slots: list[TensorSlot] = []
     offset = 0
@@ -123,7 +124,7 @@ def plan_slots(pieces: Iterable[Piece]) -> tuple[list[TensorSlot], int]:
     return slots, offset
 
 
-def pack(pieces: Iterable[Piece], slots: list[TensorSlot], flat: torch.Tensor) -> None:
+def pack(pieces: Iterable[BucketEntry], slots: list[TensorSlot], flat: torch.Tensor) -> None:
     """Copy each piece to its slot in `flat` (uint8, at least the planned size)."""
     for piece, slot in zip(pieces, slots, strict=True):
         view_of(flat, slot).copy_(piece.values.detach())

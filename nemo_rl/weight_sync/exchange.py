@@ -26,9 +26,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import P2POp, batch_isend_irecv
 
+from nemo_rl.distributed.ranks.tensor_block import TensorBlock, whole_block
 from nemo_rl.utils.errors import WeightSyncError
-from nemo_rl.weight_sync.buckets import Piece, TensorSlot, cut, group_by_size, pack, plan_slots, view_of, whole_pieces
-from nemo_rl.weight_sync.parts import Held, HeldWeights, Part, Parts, whole
+from nemo_rl.weight_sync.buckets import (
+    BucketEntry,
+    TensorSlot,
+    cut,
+    group_by_size,
+    pack,
+    plan_slots,
+    view_of,
+    whole_entries,
+)
+from nemo_rl.weight_sync.parts import BlocksByName, Held, HeldWeights
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,7 @@ class Move:
     """Name of the tensor."""
     dtype: str
     """Its dtype, without the prefix."""
-    block: Part
+    block: TensorBlock
     """Place of the block in the tensor."""
     source: int
     """Rank that holds it."""
@@ -82,7 +92,7 @@ class _Weight:
     """A tensor and the ranks that hold each of its blocks, in ascending order."""
 
     held: Held
-    blocks: dict[Part, list[int]]
+    blocks: dict[TensorBlock, list[int]]
 
     def empty(self) -> tuple[str, torch.Tensor]:
         """Return name and shape as a tensor without values."""
@@ -91,7 +101,7 @@ class _Weight:
 
 
 def plan_steps(
-    ranks: Sequence[RankOfTrainer], me: int, lanes: Sequence[Parts | None], bucket_size_bytes: int
+    ranks: Sequence[RankOfTrainer], me: int, lanes: Sequence[BlocksByName | None], bucket_size_bytes: int
 ) -> list[Step]:
     """Plan a stream.
 
@@ -107,7 +117,7 @@ def plan_steps(
     weights = _joined(ranks)
     steps = []
     for group in group_by_size((weight.empty() for weight in weights.values()), bucket_size_bytes):
-        pieces = (whole_pieces(group) if parts is None else cut(group, parts) for parts in lanes)
+        pieces = (whole_entries(group) if parts is None else cut(group, parts) for parts in lanes)
         layouts = [Layout(*plan_slots(list(of_lane))) for of_lane in pieces]
         moves: dict[Move, None] = {}
         for number, layout in enumerate(layouts):
@@ -118,9 +128,9 @@ def plan_steps(
     return steps
 
 
-def place_of(slot: TensorSlot) -> Part:
+def place_of(slot: TensorSlot) -> TensorBlock:
     """Return the part of a tensor that a slot holds."""
-    return whole(slot.shape) if slot.part is None else slot.part
+    return whole_block(slot.shape) if slot.part is None else slot.part
 
 
 def _joined(ranks: Sequence[RankOfTrainer]) -> dict[str, _Weight]:
@@ -135,13 +145,13 @@ def _joined(ranks: Sequence[RankOfTrainer]) -> dict[str, _Weight]:
                 if block.numel:
                     weight.blocks.setdefault(block, []).append(number)
     for name, weight in found.items():
-        of_blocks, all_of_it = sum(block.numel for block in weight.blocks), whole(weight.held.shape).numel
+        of_blocks, all_of_it = sum(block.numel for block in weight.blocks), whole_block(weight.held.shape).numel
         if of_blocks != all_of_it:
             raise WeightSyncError(f"The trainer ranks hold {of_blocks} of the {all_of_it} elements of {name}.")
     return dict(sorted(found.items(), key=lambda item: item[1].held.order))
 
 
-def _moves(weight: _Weight, wanted: Part, targets: Sequence[int], me: int) -> Iterator[Move]:
+def _moves(weight: _Weight, wanted: TensorBlock, targets: Sequence[int], me: int) -> Iterator[Move]:
     """Yield the moves with `me` as source or target that bring a part of a tensor to the targets."""
     mine = [(block, holders) for block, holders in weight.blocks.items() if me in holders]
     for target in targets:
@@ -161,7 +171,7 @@ def _nearest(ranks: Sequence[int], target: int) -> int:
 _STEP_BYTES = 4 * 1024**2
 """Bytes of whole tensors that `everywhere` moves together."""
 
-Blocks = Sequence[tuple[Part, torch.Tensor]]
+Blocks = Sequence[tuple[TensorBlock, torch.Tensor]]
 """Blocks of a tensor: their places in it, and their values."""
 
 
@@ -182,7 +192,7 @@ class Exchange:
         self,
         weights: HeldWeights,
         packs: Sequence[bool],
-        lanes: Sequence[Parts | None],
+        lanes: Sequence[BlocksByName | None],
         bucket_size_bytes: int,
     ) -> list[Step]:
         """Plan a stream; collective. Arguments as in `plan_steps`; `packs` is about this rank.
@@ -199,7 +209,7 @@ class Exchange:
 
     def run(
         self, step: Step, blocks: Mapping[str, Blocks], device: torch.device
-    ) -> dict[str, list[tuple[Part, torch.Tensor]]]:
+    ) -> dict[str, list[tuple[TensorBlock, torch.Tensor]]]:
         """Give and take the blocks of a step; collective over the ranks that give or take any.
 
         Args:
@@ -224,7 +234,7 @@ class Exchange:
         for work in batch_isend_irecv(sends + receipts) if sends or receipts else ():
             work.wait()
         del buffers
-        found: dict[str, list[tuple[Part, torch.Tensor]]] = {}
+        found: dict[str, list[tuple[TensorBlock, torch.Tensor]]] = {}
         for move, values in arrived:
             found.setdefault(move.name, []).append((move.block, values))
         return found
@@ -233,10 +243,10 @@ class Exchange:
         self, leaving: Sequence[tuple[Move, torch.Tensor]], device: torch.device
     ) -> tuple[list[P2POp], list[torch.Tensor]]:
         """Return one message to each other rank, and their buffers; ranks that get the same share a buffer."""
-        pieces: dict[int, list[Piece]] = {}
+        pieces: dict[int, list[BucketEntry]] = {}
         for move, values in leaving:
-            pieces.setdefault(move.target, []).append(Piece(move.name, values, move.block))
-        packed: dict[tuple[tuple[str, Part | None], ...], torch.Tensor] = {}
+            pieces.setdefault(move.target, []).append(BucketEntry(move.name, values, move.block))
+        packed: dict[tuple[tuple[str, TensorBlock | None], ...], torch.Tensor] = {}
         sends = []
         for target in sorted(pieces):
             content = tuple((piece.name, piece.part) for piece in pieces[target])
@@ -248,15 +258,15 @@ class Exchange:
         return sends, list(packed.values())
 
 
-def _cut(blocks: Blocks, wanted: Part) -> torch.Tensor:
+def _cut(blocks: Blocks, wanted: TensorBlock) -> torch.Tensor:
     """Return a part of a tensor from the block that contains it, as a view."""
     place, values = next(block for block in blocks if block[0].common(wanted) == wanted)
     return wanted.inside(place).of(values)
 
 
-def _expected(move: Move) -> Piece:
+def _expected(move: Move) -> BucketEntry:
     dtype = getattr(torch, move.dtype)
-    return Piece(move.name, torch.empty(move.block.shape, dtype=dtype, device="meta"), move.block)
+    return BucketEntry(move.name, torch.empty(move.block.shape, dtype=dtype, device="meta"), move.block)
 
 
 def fill(flat: torch.Tensor, layout: Layout, blocks: Mapping[str, Blocks]) -> None:
@@ -286,7 +296,7 @@ class BlockReader:
         self._described = {held.name: held for held in weights.described()}
         self._values = weights.values()
 
-    def read(self, step: Step) -> dict[str, list[tuple[Part, torch.Tensor]]]:
+    def read(self, step: Step) -> dict[str, list[tuple[TensorBlock, torch.Tensor]]]:
         """Return this rank's blocks of a step's tensors; the steps come in the order of the plan."""
         found = {}
         for name in step.names:
@@ -352,7 +362,7 @@ def check_used(encoding: Encoding, weights: Iterable[TensorSlot]) -> None:
 def encoded_layout(layout: Layout, encoding: Encoding) -> Layout:
     """Return the layout of the bucket that is sent in place of one of whole weights."""
     pieces = [
-        Piece(name, torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
+        BucketEntry(name, torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
         for slot in layout.slots
         for name, dtype, shape in encoding.described(slot.name, slot.dtype, slot.shape)
     ]

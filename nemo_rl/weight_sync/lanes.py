@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from nemo_rl.weight_sync.parts import Parts
+from nemo_rl.weight_sync.parts import BlocksByName
 from nemo_rl.weight_sync.transport import TransportSpec
 
 
@@ -33,7 +33,7 @@ class Lane:
     spec: TransportSpec
     sender: int = 0
     """Trainer rank that sends; fetching transports have senders on every node or device instead."""
-    parts: Parts | None = None
+    parts: BlocksByName | None = None
     """Parts that the workers read; None: whole tensors."""
 
 
@@ -43,10 +43,10 @@ class LanePlan:
 
     workers: tuple[int, ...]
     sender: int
-    parts: Parts
+    parts: BlocksByName
 
 
-def plan_lanes(reads: Sequence[Parts], num_workers: int, num_senders: int) -> list[LanePlan]:
+def plan_lanes(reads: Sequence[BlocksByName], num_workers: int, num_senders: int) -> list[LanePlan]:
     """Group the workers of all engines by what they read.
 
     Args:
@@ -103,7 +103,7 @@ class LaneChoice:
         self._trainers = trainers
         self._workers_per_engine = workers_per_engine
         self._may_divide = send_parts and spec.name == "collective" and workers_per_engine > 1
-        self._reads: list[Parts] | None = None
+        self._reads: list[BlocksByName] | None = None
         self._is_proven = False
         self._lanes: list[LaneOfWorkers] = []
         self._made_for: tuple[int, int, bool] | None = None
@@ -156,7 +156,7 @@ class LaneChoice:
         """Send whole tensors, to learn what is read; an interrupted trial proves nothing."""
         self._reads = None
 
-    def learn(self, reads: Sequence[Parts]) -> bool:
+    def learn(self, reads: Sequence[BlocksByName]) -> bool:
         """Use what the workers have read in a sync of whole tensors; return whether parts are on trial now."""
         of_engine = list(reads[: self._workers_per_engine])
         if not all(of_engine):  # a worker loads without PyTorch's operations, or in another thread

@@ -20,61 +20,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from nemo_rl.distributed.ranks.tensor_block import TensorBlock, whole_block
+
 _MOST_PARTS = 16
 """Parts of one tensor; if more are read, the smallest part that contains all of them is used."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """A block of a tensor: `shape[d]` indices of each dimension `d`, from `starts[d]` on."""
-
-    starts: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the part of a tensor as a view."""
-        for dim, (start, size) in enumerate(zip(self.starts, self.shape, strict=True)):
-            tensor = tensor.narrow(dim, start, size)
-        return tensor
-
-    def around(self, other: "Part") -> "Part":
-        """Return the smallest part that contains this one and another one."""
-        starts = tuple(map(min, self.starts, other.starts))
-        ends = map(max, self._ends, other._ends)
-        return Part(starts, tuple(end - start for start, end in zip(starts, ends, strict=True)))
-
-    def common(self, other: "Part") -> "Part":
-        """Return the part that both contain; it has no elements if there is none."""
-        starts = tuple(map(max, self.starts, other.starts))
-        ends = map(min, self._ends, other._ends)
-        return Part(starts, tuple(max(0, end - start) for start, end in zip(starts, ends, strict=True)))
-
-    def inside(self, outer: "Part") -> "Part":
-        """Return the place of this part in a part that contains it."""
-        starts = tuple(start - first for start, first in zip(self.starts, outer.starts, strict=True))
-        return Part(starts, self.shape)
-
-    @property
-    def _ends(self) -> tuple[int, ...]:
-        return tuple(start + size for start, size in zip(self.starts, self.shape, strict=True))
-
-
-Parts = dict[str, tuple[Part, ...]]
+BlocksByName = dict[str, tuple[TensorBlock, ...]]
 """Parts of tensors by Hugging Face name; of a tensor that is not read, none."""
 
 
-def whole(shape: Iterable[int]) -> Part:
-    """Return the part that is a whole tensor of a shape."""
-    shape = tuple(shape)
-    return Part((0,) * len(shape), shape)
-
-
-def add_part(parts: tuple[Part, ...], new: Part) -> tuple[Part, ...]:
+def add_block(parts: tuple[TensorBlock, ...], new: TensorBlock) -> tuple[TensorBlock, ...]:
     """Add a part to disjoint ones, and join those that together are one block or overlap."""
     for held in parts:
         joined = held.around(new)
@@ -82,7 +38,7 @@ def add_part(parts: tuple[Part, ...], new: Part) -> tuple[Part, ...]:
         if overlap or joined.numel == held.numel + new.numel:
             if joined.numel == held.numel:
                 return parts
-            return add_part(tuple(part for part in parts if part is not held), joined)
+            return add_block(tuple(part for part in parts if part is not held), joined)
     if len(parts) < _MOST_PARTS:
         return (*parts, new)
     for held in parts:
@@ -90,7 +46,7 @@ def add_part(parts: tuple[Part, ...], new: Part) -> tuple[Part, ...]:
     return (new,)
 
 
-def part_of_view(shape: tuple[int, ...], offset: int, view: torch.Tensor) -> Part:
+def block_of_view(shape: tuple[int, ...], offset: int, view: torch.Tensor) -> TensorBlock:
     """Return a part of a contiguous tensor that contains all elements of a view of it.
 
     Args:
@@ -101,14 +57,14 @@ def part_of_view(shape: tuple[int, ...], offset: int, view: torch.Tensor) -> Par
         The smallest block, if the view is one; otherwise whole rows of the first dimension.
     """
     if not shape:
-        return whole(shape)
+        return whole_block(shape)
     first = int(view.storage_offset()) - offset
     last = first + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
     starts, ends = _index(first, shape), _index(last, shape)
     sizes = tuple(end - start + 1 for start, end in zip(starts, ends, strict=True))
     if min(sizes) > 0 and math.prod(sizes) == view.numel() and _follows(view, sizes, shape):
-        return Part(starts, sizes)
-    return Part((starts[0],) + (0,) * (len(shape) - 1), (ends[0] - starts[0] + 1, *shape[1:]))
+        return TensorBlock(starts, sizes)
+    return TensorBlock((starts[0],) + (0,) * (len(shape) - 1), (ends[0] - starts[0] + 1, *shape[1:]))
 
 
 def _index(position: int, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -148,7 +104,7 @@ class ReadRecorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.reads: Parts = {}
+        self.reads: BlocksByName = {}
         """The parts by name; a name without reads is missing."""
         self._watched: dict[int, tuple[StorageWeakRef, str, tuple[int, ...], int]] = {}
 
@@ -172,8 +128,8 @@ class ReadRecorder(TorchDispatchMode):
         if of_tensor is None or of_tensor[0].expired():
             return
         _, name, shape, offset = of_tensor
-        part = part_of_view(shape, offset, view)
-        self.reads[name] = add_part(self.reads.get(name, ()), part)
+        part = block_of_view(shape, offset, view)
+        self.reads[name] = add_block(self.reads.get(name, ()), part)
 
 
 @dataclass(frozen=True)
@@ -188,7 +144,7 @@ class Held:
     """Shape of the whole tensor."""
     order: tuple[int, ...]
     """Place in the stream; the same on all ranks that hold some of the weight."""
-    blocks: tuple[Part, ...]
+    blocks: tuple[TensorBlock, ...]
     """Places of the rank's blocks in the tensor."""
 
 
@@ -275,28 +231,7 @@ class WholeWeights:
 
 def _whole(name: str, tensor: torch.Tensor, number: int) -> Held:
     shape = tuple(tensor.shape)
-    return Held(name, dtype_name(tensor.dtype), shape, (number,), (whole(shape),))
-
-
-def block_of(tensor: torch.Tensor) -> Part:
-    """Return the place of this rank's block in a tensor.
-
-    The last axis of a mesh divides first, as `placements.whole` describes: FSDP divides what tensor and expert
-    parallelism leave, in chunks as `torch.chunk` makes them.
-    """
-    from torch.distributed.tensor import DTensor  # slow to import, and the controller imports this file
-
-    starts, sizes = [0] * tensor.dim(), list(tensor.shape)
-    if isinstance(tensor, DTensor):
-        mesh = tensor.device_mesh
-        for axis in reversed(range(mesh.ndim)):
-            placement: Any = tensor.placements[axis]  # FSDP's strided shards are no subclass of `Shard`
-            if not placement.is_replicate():
-                dim, size = placement.dim, sizes[placement.dim]
-                chunk = -(-size // mesh.size(axis))
-                first = min(size, chunk * mesh.get_local_rank(axis))
-                starts[dim], sizes[dim] = starts[dim] + first, min(chunk, size - first)
-    return Part(tuple(starts), tuple(sizes))
+    return Held(name, dtype_name(tensor.dtype), shape, (number,), (whole_block(shape),))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -39,11 +39,12 @@ from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.parallel_logprobs.head import OutputHead, default_chunk_size, widen
 from nemo_rl.distributed.ranks.collectives import all_gather
 from nemo_rl.distributed.ranks.placements import held_here
+from nemo_rl.distributed.ranks.tensor_block import block_here
 from nemo_rl.models.attention import AttentionPlan, PackedRow, plan_of_row
 from nemo_rl.models.draft.choice import draft_folder, shape_of
 from nemo_rl.models.draft.head import DraftHead, read_weights
 from nemo_rl.models.draft.shape import PREFIX, published
-from nemo_rl.weight_sync.parts import Held, Readable, block_of, dtype_name
+from nemo_rl.weight_sync.parts import Held, Readable, dtype_name
 
 
 class DraftSums(NamedTuple):
@@ -342,7 +343,7 @@ class DraftTrainer:
             dtype: cast floating-point tensors to it; None keeps float32.
         """
         for number, (name, tensor) in enumerate(self.head.state_dict(keep_vars=True).items()):
-            place, order = block_of(tensor), (sys.maxsize, number)
+            place, order = block_here(tensor), (sys.maxsize, number)
             cast = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
             blocks = (place,) if place.numel else ()
             full_name = PREFIX + published(name, self.head.shape.num_layers)

@@ -33,13 +33,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import LoraConfig
 from nemo_rl.distributed.ranks.placements import held_here, whole
+from nemo_rl.distributed.ranks.tensor_block import block_here
 from nemo_rl.files.regular_file import read_text
-from nemo_rl.models.dtensor.checkpoints.model_files import local_box, saved_weights, weights_by_name
+from nemo_rl.models.dtensor.checkpoints.model_files import saved_weights, weights_by_name
 from nemo_rl.models.dtensor.pipeline.stages import joined, of_all_stages
 from nemo_rl.models.huggingface.checkpoint_names import Group, converts, groups_in_memory
 from nemo_rl.models.huggingface.folders import (
@@ -111,10 +111,8 @@ class LoraLinear(nn.Module):
         if not isinstance(weight, DTensor):
             return torch.addmm(weight, b, a, alpha=self.scaling)
         assert isinstance(a, DTensor) and isinstance(b, DTensor), "adapters are sharded with their layer"
-        _, (_, first) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-        own = weight.to_local()
-        a_own = whole(a)[:, first : first + own.shape[1]]
-        local = torch.addmm(own, b.to_local(), a_own, alpha=self.scaling)
+        _, columns = block_here(weight).slices
+        local = torch.addmm(weight.to_local(), b.to_local(), whole(a)[:, columns], alpha=self.scaling)
         return DTensor.from_local(
             local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
         )
@@ -332,7 +330,7 @@ def _fill_adapters(hf: PreTrainedModel, folder: Path) -> None:
     _require_same_shapes(folder, {key: saved.like(key) for key in saved}, shapes)
     for key, parameter in parameters.items():
         if held_here(parameter).numel() > 0:
-            held_here(parameter).copy_(saved.read(key, local_box(parameter)))
+            held_here(parameter).copy_(saved.read(key, block_here(parameter)))
 
 
 def refuse_adapter(weights_path: Path) -> None:
@@ -374,7 +372,7 @@ def _check_base(hf: PreTrainedModel, folder: Path, device: torch.device) -> None
 def _saved_part(tensors: TensorFiles, group: Group, like: Tensor) -> Tensor:
     """Read this rank's part of a weight from the files."""
     mine = held_here(like)
-    return tensors.read(next(iter(group.sources)), local_box(like)) if mine.numel() > 0 else mine
+    return tensors.read(next(iter(group.sources)), block_here(like)) if mine.numel() > 0 else mine
 
 
 def _close(ours: Tensor, theirs: Tensor) -> bool:

@@ -21,7 +21,7 @@ from nemo_rl.models.generation.engine_load import EngineLoad
 from nemo_rl.models.generation.remote.chats import ChatAnswer, ChatInput
 from nemo_rl.models.quantization import WeightQuantization
 from nemo_rl.optimizations.switch import Choice
-from nemo_rl.weight_sync.parts import Parts
+from nemo_rl.weight_sync.parts import BlocksByName
 
 __getattr__ = public_names(__name__, {"configure_generation_config": "nemo_rl.models.generation.configure"})
 
@@ -360,7 +360,7 @@ class RecordsReads(Protocol):
     def record_reads(self) -> None:
         """Record the reads of the next weight update."""
 
-    def take_reads(self) -> Parts:
+    def take_reads(self) -> BlocksByName:
         """Return what was read since `record_reads`, and stop recording."""
 
 

@@ -36,7 +36,7 @@ from nemo_rl.optimizations.switch import is_on
 from nemo_rl.utils.errors import GenerationError
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightReceiver
-from nemo_rl.weight_sync.parts import Parts
+from nemo_rl.weight_sync.parts import BlocksByName
 from nemo_rl.weight_sync.transport import TransportSpec
 from nemo_rl.weight_sync.verify import SyncReceipt
 
@@ -150,7 +150,7 @@ class GenerationWorker:
         if isinstance(self._engine, RecordsReads):
             self._engine.record_reads()
 
-    async def take_reads(self) -> Parts:
+    async def take_reads(self) -> BlocksByName:
         """Return what the engine has read since `record_reads`; nothing if it cannot tell."""
         return self._engine.take_reads() if isinstance(self._engine, RecordsReads) else {}
 

@@ -28,8 +28,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.distributed.ranks.placements import whole
-from nemo_rl.weight_sync.parts import Part
-from nemo_rl.weight_sync.parts import whole as whole_part
+from nemo_rl.distributed.ranks.tensor_block import TensorBlock, whole_block
 
 
 @dataclass(frozen=True)
@@ -38,12 +37,12 @@ class Result:
 
     shape: tuple[int, ...]
     """Shape in the checkpoint."""
-    block: Part
+    block: TensorBlock
     """Place of the block in the weight."""
     dims: tuple[int | None, ...]
     """For each dimension of the result, that of the weight; None: a dimension of size 1."""
 
-    def of(self, place: Part, values: Tensor) -> tuple[Part, Tensor] | None:
+    def of(self, place: TensorBlock, values: Tensor) -> tuple[TensorBlock, Tensor] | None:
         """Return the place in the result, and the values, of what a block of the weight holds of it.
 
         Args:
@@ -60,7 +59,7 @@ class Result:
         shape = tuple(1 if dim is None else inside.shape[dim] for dim in self.dims)
         kept = [dim for dim in self.dims if dim is not None]
         rest = [dim for dim in range(values.dim()) if dim not in kept]
-        return Part(starts, shape), common.inside(place).of(values).permute(*kept, *rest).view(shape)
+        return TensorBlock(starts, shape), common.inside(place).of(values).permute(*kept, *rest).view(shape)
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ class Group:
             return None
         ((name, shape),) = shapes.items()
         if self.converter is None:
-            return {self.target: Result(tuple(shape), whole_part(shape), tuple(range(len(shape))))}
+            return {self.target: Result(tuple(shape), whole_block(shape), tuple(range(len(shape))))}
         source = torch.empty(shape, device="meta")
         try:
             with _OnlyViews():
@@ -187,7 +186,7 @@ def _block(source: Tensor, result: Tensor) -> Result | None:
             return None
         if size > 1:
             sizes[found[0]] = size
-    return Result(tuple(result.shape), Part(tuple(starts), tuple(sizes)), tuple(dims))
+    return Result(tuple(result.shape), TensorBlock(tuple(starts), tuple(sizes)), tuple(dims))
 
 
 def converts(hf: PreTrainedModel) -> bool:

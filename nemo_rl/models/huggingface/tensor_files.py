@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from nemo_rl.distributed.ranks.tensor_block import TensorBlock, whole_block
 from nemo_rl.files.hub_download import download, one_download
 from nemo_rl.files.regular_file import read_text, require_regular
 from nemo_rl.host.waiting_log import StillWaiting
@@ -48,9 +49,6 @@ _TOKENIZER_CONFIG = "tokenizer_config.json"
 
 MAX_FILE_BYTES = 5 * 1024**3
 """Largest size of the tensors in one file of a model folder, unless a single tensor is larger."""
-
-type Box = tuple[slice, ...]
-"""A part of a tensor: one slice for each dimension."""
 
 
 class TensorFiles:
@@ -101,11 +99,9 @@ class TensorFiles:
             )
         return torch.empty(found.get_shape(), dtype=_DTYPES[found.get_dtype()], device="meta")
 
-    def read(self, name: str, box: Box | None = None) -> Tensor:
-        """Read a tensor, or a non-empty part of it, to the CPU."""
-        if not box:
-            return self._slice(name)[...]
-        return self._slice(name)[box]
+    def read(self, name: str, block: TensorBlock | None = None) -> Tensor:
+        """Read a tensor, or a block of it that has elements, to the CPU."""
+        return self._slice(name)[block.slices if block is not None and block.shape else ...]
 
     def equal(self, name: str, other: str, rows: int = 1024) -> bool:
         """Return whether two tensors have the same bits; `rows` rows of each are in memory at a time."""
@@ -114,8 +110,10 @@ class TensorFiles:
             return False
         if ours.dim() == 0:
             return torch.equal(self.read(name), self.read(other))
-        parts = [(slice(start, start + rows),) for start in range(0, len(ours), rows)]
-        return all(torch.equal(self.read(name, part), self.read(other, part)) for part in parts)
+        rest = whole_block(ours.shape[1:])
+        starts = range(0, len(ours), rows)
+        blocks = [TensorBlock((start, *rest.starts), (min(rows, len(ours) - start), *rest.shape)) for start in starts]
+        return all(torch.equal(self.read(name, block), self.read(other, block)) for block in blocks)
 
 
 def _slices_in(file: Path) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_rl.distributed.ranks.placements import held_here
+from nemo_rl.distributed.ranks.tensor_block import TensorBlock, block_here, whole_block
 from nemo_rl.utils.errors import NonFiniteError
 
 ANOTHER_COPY = "Take another copy of the model."
@@ -130,46 +131,44 @@ class Fingerprint:
         return cls(int(values[0], 16), float(values[1]), tuple(map(float, values[2:])))
 
 
-@dataclass(frozen=True)
-class Piece:
-    """The fingerprint of the part of a tensor that a rank holds."""
-
-    offset: tuple[int, ...]
-    """Index of its first element, in each dimension of the whole tensor."""
-    fingerprint: Fingerprint
+BlockFingerprints = dict[str, tuple[TensorBlock, Fingerprint]]
+"""For each tensor of which a rank holds elements, the block that it holds and the fingerprint of the block."""
 
 
 @torch.no_grad()
-def fingerprint(tensor: Tensor, shape: Sequence[int] | None = None, offset: Sequence[int] = ()) -> Fingerprint:
-    """Compute the fingerprint of a tensor, or of a piece of one.
+def fingerprint(tensor: Tensor, shape: Sequence[int] | None = None, block: TensorBlock | None = None) -> Fingerprint:
+    """Compute the fingerprint of a tensor, or of a block of one.
 
     Args:
         tensor: the elements.
         shape: shape of the whole tensor; None: the tensor is whole.
-        offset: index of the first element of the piece, in each dimension.
+        block: place of the elements in the whole tensor; None: the tensor is whole.
     """
-    shape = tuple(tensor.shape) if shape is None else tuple(shape)
-    offset = tuple(offset) or (0,) * len(shape)
+    shape = tuple(tensor.shape if shape is None else shape)
+    block = whole_block(shape) if block is None else block
     flat = tensor.detach().contiguous().reshape(-1)
-    index = _Index(tuple(tensor.shape), shape, offset)
-    parts = [
-        _of_chunk(flat[start : start + _CHUNK], index.of(start, min(start + _CHUNK, flat.numel()), flat.device))
-        for start in range(0, flat.numel(), _CHUNK)
-    ]
-    return added(parts)
+    return added(
+        _of_chunk(chunk, _indices(block, shape, number * _CHUNK, chunk))
+        for number, chunk in enumerate(flat.split(_CHUNK))
+    )
 
 
-def pieces(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
-    """Compute the fingerprints of this rank's pieces of tensors; a rank without elements of a tensor has none."""
-    return {name: _piece(tensor) for name, tensor in tensors.items() if _has_elements(tensor)}
+def fingerprints_here(tensors: Mapping[str, Tensor]) -> BlockFingerprints:
+    """Compute the fingerprints of this rank's blocks of tensors."""
+    blocks = {name: block_here(tensor) for name, tensor in tensors.items()}
+    return {
+        name: (block, fingerprint(held_here(tensors[name]), tensors[name].shape, block))
+        for name, block in blocks.items()
+        if block.numel
+    }
 
 
-def joined(of_ranks: Iterable[Mapping[str, Piece]]) -> dict[str, Fingerprint]:
-    """Add up the pieces of whole tensors, by name; a piece that several ranks hold counts once."""
-    found: dict[str, dict[tuple[int, ...], Fingerprint]] = {}
+def joined(of_ranks: Iterable[BlockFingerprints]) -> dict[str, Fingerprint]:
+    """Add up the blocks of whole tensors, by name; a block that several ranks hold counts once."""
+    found: dict[str, dict[TensorBlock, Fingerprint]] = {}
     for of_rank in of_ranks:
-        for name, piece in of_rank.items():
-            found.setdefault(name, {}).setdefault(piece.offset, piece.fingerprint)
+        for name, (block, of_block) in of_rank.items():
+            found.setdefault(name, {}).setdefault(block, of_block)
     return {name: added(of_tensor.values()) for name, of_tensor in found.items()}
 
 
@@ -178,48 +177,25 @@ def added(parts: Iterable[Fingerprint]) -> Fingerprint:
     return sum(parts, Fingerprint())
 
 
-def _has_elements(tensor: Tensor) -> bool:
-    """Return whether this rank holds elements of a tensor; a DTensor itself counts those of all ranks."""
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return bool(local.numel())
+def _indices(block: TensorBlock, shape: tuple[int, ...], start: int, chunk: Tensor) -> Tensor:
+    """Return where the elements of a chunk of a flattened block are in the flattened whole tensor, int64.
 
-
-def _piece(tensor: Tensor) -> Piece:
-    # Imported here, because the controller joins fingerprints and has no DTensor.
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    if not isinstance(tensor, DTensor):
-        offset: tuple[int, ...] = (0,) * tensor.dim()
-        return Piece(offset, fingerprint(tensor))
-    _, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    offset = tuple(int(start) for start in starts)
-    return Piece(offset, fingerprint(tensor.to_local(), tensor.shape, offset))
-
-
-@dataclass(frozen=True)
-class _Index:
-    """The indices of the elements of a piece in the flattened whole tensor."""
-
-    local: tuple[int, ...]
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-
-    def of(self, start: int, stop: int, device: torch.device) -> Tensor:
-        """Return the indices of the elements `start` to `stop` of the flattened piece, int64."""
-        flat = torch.arange(start, stop, device=device)
-        first, stride = self._strides()
-        if self.local[1:] == self.shape[1:]:  # whole rows follow each other in both
-            return flat + first
-        index, rest = torch.full_like(flat, first), flat
-        for size, step in zip(reversed(self.local), reversed(stride), strict=True):
-            index += rest % size * step
-            rest = rest // size
-        return index
-
-    def _strides(self) -> tuple[int, list[int]]:
-        stride = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
-        return sum(start * step for start, step in zip(self.offset, stride, strict=True)), stride
+    Args:
+        block: place of the block in the whole tensor.
+        shape: shape of the whole tensor.
+        start: place of the chunk's first element in the flattened block.
+        chunk: the elements.
+    """
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    first = sum(index * stride for index, stride in zip(block.starts, strides, strict=True))
+    rest = torch.arange(start, start + len(chunk), device=chunk.device)
+    if block.shape[1:] == shape[1:]:  # whole rows follow each other in both
+        return rest + first
+    indices = torch.full_like(rest, first)
+    for size, stride in zip(reversed(block.shape), reversed(strides), strict=True):
+        indices += rest % size * stride
+        rest = rest // size
+    return indices
 
 
 def _of_chunk(values: Tensor, index: Tensor) -> Fingerprint:

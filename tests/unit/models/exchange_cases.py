@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemo_rl.distributed.ranks.tensor_block import TensorBlock, whole_block
 from nemo_rl.weight_sync.buckets import cut, view_of
 from nemo_rl.weight_sync.exchange import BlockReader, Exchange, everywhere, fill
 from nemo_rl.weight_sync.lanes import plan_lanes
-from nemo_rl.weight_sync.parts import HeldWeights, Part, Parts, whole
+from nemo_rl.weight_sync.parts import BlocksByName, HeldWeights
 
 ENGINES = ("tp1", "tp2", "pp2")
 """Layouts of engines."""
@@ -18,26 +19,30 @@ _COLUMNS = ("o_proj.weight", "down_proj.weight")
 _ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 
 
-def reads_of(engine: str, tensors: dict[str, Tensor]) -> list[Parts]:
+def reads_of(engine: str, tensors: dict[str, Tensor]) -> list[BlocksByName]:
     """Return what each rank of an engine reads, as its loaders do it: halves of projections, or of the layers."""
     if engine == "tp1":
-        return [{name: (whole(tensor.shape),) for name, tensor in tensors.items()}]
+        return [{name: (whole_block(tensor.shape),) for name, tensor in tensors.items()}]
     if engine == "tp2":
         return [{name: (_half(name, tensor, rank),) for name, tensor in tensors.items()} for rank in range(2)]
     layers = 1 + max(int(name.split(".")[2]) for name in tensors if name.startswith("model.layers."))
     return [
-        {name: (whole(tensor.shape),) for name, tensor in tensors.items() if rank in _stages(name, layers, tensors)}
+        {
+            name: (whole_block(tensor.shape),)
+            for name, tensor in tensors.items()
+            if rank in _stages(name, layers, tensors)
+        }
         for rank in range(2)
     ]
 
 
-def _half(name: str, tensor: Tensor, rank: int) -> Part:
-    place = whole(tensor.shape)
+def _half(name: str, tensor: Tensor, rank: int) -> TensorBlock:
+    place = whole_block(tensor.shape)
     dim = 1 if name.endswith(_COLUMNS) else 0 if any(kind in name for kind in _ROWS) else None
     if dim is None:
         return place
     sizes = [size // 2 if axis == dim else size for axis, size in enumerate(tensor.shape)]
-    return Part(tuple(rank * sizes[dim] if axis == dim else 0 for axis in range(tensor.dim())), tuple(sizes))
+    return TensorBlock(tuple(rank * sizes[dim] if axis == dim else 0 for axis in range(tensor.dim())), tuple(sizes))
 
 
 def _stages(name: str, layers: int, tensors: dict[str, Tensor]) -> set[int]:
@@ -90,7 +95,7 @@ def _for(engine: str, tensors: dict[str, Tensor], weights: HeldWeights, bucket_s
     return {"engine": of_lanes, "trainer": exchange.received_bytes, "least": least}
 
 
-def _least(tensors: dict[str, Tensor], weights: HeldWeights, packed: list[Parts]) -> int:
+def _least(tensors: dict[str, Tensor], weights: HeldWeights, packed: list[BlocksByName]) -> int:
     """Count the bytes that a rank packs and does not hold, element by element."""
     missing = {name: torch.zeros(tensor.shape, dtype=torch.bool) for name, tensor in tensors.items()}
     for parts in packed:

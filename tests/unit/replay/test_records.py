@@ -19,13 +19,14 @@ from nemo_rl.commands.replay.records import add_modules, read_step
 from nemo_rl.config import GRPOMasterConfig
 from nemo_rl.config.loading.load import config_of
 from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.distributed.ranks.tensor_block import whole_block
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
 from nemo_rl.models.policy.workers.update_recorder import RankUpdate
-from nemo_rl.models.training.tensor_checks import Piece, fingerprint
+from nemo_rl.models.training.tensor_checks import fingerprint
 from nemo_rl.utils.errors import ReplayError
 
-WEIGHT = {"w": Piece((0,), fingerprint(torch.tensor([0.1, 0.2])))}
+WEIGHT = {"w": (whole_block((2,)), fingerprint(torch.tensor([0.1, 0.2])))}
 
 
 class Ranks:

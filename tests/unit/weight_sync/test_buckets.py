@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from nemo_rl.weight_sync.buckets import (
     ALIGNMENT_BYTES,
     Bucket,
-    Piece,
+    BucketEntry,
     aligned,
     group_by_size,
     pack,
     plan_slots,
     unpack,
-    whole_pieces,
+    whole_entries,
 )
 
 pytestmark = pytest.mark.fast
@@ -50,9 +50,9 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
 @settings(deadline=None, max_examples=60)
 @given(named_tensors())
 def test_packing_and_unpacking_is_exact(group):
-    slots, num_bytes = plan_slots(whole_pieces(group))
+    slots, num_bytes = plan_slots(whole_entries(group))
     flat = torch.full((num_bytes,), 0xAB, dtype=torch.uint8)
-    pack(whole_pieces(group), slots, flat)
+    pack(whole_entries(group), slots, flat)
     for (name, sent), (got_name, got) in zip(group, unpack(flat, Bucket(0, slots, num_bytes)), strict=True):
         assert (got_name, got.dtype, got.shape) == (name, sent.dtype, sent.shape)
         assert raw_bytes(got) == raw_bytes(sent)
@@ -61,7 +61,7 @@ def test_packing_and_unpacking_is_exact(group):
 @settings(deadline=None, max_examples=60)
 @given(named_tensors())
 def test_slots_are_aligned_and_do_not_overlap(group):
-    slots, num_bytes = plan_slots(whole_pieces(group))
+    slots, num_bytes = plan_slots(whole_entries(group))
     ends = [slot.offset + slot.num_bytes for slot in slots]
     assert all(slot.offset % ALIGNMENT_BYTES == 0 for slot in slots)
     assert all(slot.offset >= end for slot, end in zip(slots[1:], ends, strict=False))
@@ -73,7 +73,7 @@ def test_slots_are_aligned_and_do_not_overlap(group):
 def test_groups_keep_the_order_and_the_limit(tensors, limit):
     groups = list(group_by_size(iter(tensors), limit))
     assert [pair for group in groups for pair in group] == tensors
-    sizes = [plan_slots(whole_pieces(group))[1] for group in groups]
+    sizes = [plan_slots(whole_entries(group))[1] for group in groups]
     assert all(size <= limit or len(group) == 1 for size, group in zip(sizes, groups, strict=True))
     # no two neighbours would have fitted into one bucket from the left
     for group, following, size in zip(groups, groups[1:], sizes, strict=False):
@@ -100,7 +100,7 @@ def test_an_empty_stream_makes_no_group():
 @pytest.mark.parametrize("make", [lambda x: x.t(), lambda x: x[:, ::2], lambda x: x.expand(3, 4, 6)])
 def test_views_are_packed_by_value(make):
     tensor = make(torch.randn(4, 6))
-    slots, num_bytes = plan_slots([Piece("view", tensor)])
+    slots, num_bytes = plan_slots([BucketEntry("view", tensor)])
     flat = torch.zeros(num_bytes, dtype=torch.uint8)
-    pack([Piece("view", tensor)], slots, flat)
+    pack([BucketEntry("view", tensor)], slots, flat)
     assert torch.equal(unpack(flat, Bucket(0, slots, num_bytes))[0][1], tensor)

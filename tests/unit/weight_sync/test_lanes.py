@@ -1,11 +1,12 @@
 """Lanes of a sync: who shares one, who sends, and when parts are sent."""
 
+from nemo_rl.distributed.ranks.tensor_block import TensorBlock
 from nemo_rl.weight_sync.lanes import LaneChoice, plan_lanes
-from nemo_rl.weight_sync.parts import Part, Parts
+from nemo_rl.weight_sync.parts import BlocksByName
 from nemo_rl.weight_sync.transport import TransportSpec
 
-UPPER: Parts = {"w": (Part((0, 0), (2, 4)),), "norm": (Part((0,), (4,)),)}
-LOWER: Parts = {"w": (Part((2, 0), (2, 4)),), "norm": (Part((0,), (4,)),)}
+UPPER: BlocksByName = {"w": (TensorBlock((0, 0), (2, 4)),), "norm": (TensorBlock((0,), (4,)),)}
+LOWER: BlocksByName = {"w": (TensorBlock((2, 0), (2, 4)),), "norm": (TensorBlock((0,), (4,)),)}
 COLLECTIVE = TransportSpec("collective", run_id="test")
 
 

@@ -7,23 +7,24 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from nemo_rl.distributed.ranks.tensor_block import TensorBlock
 from nemo_rl.utils.errors import WeightSyncError
 from nemo_rl.weight_sync.buckets import view_of
 from nemo_rl.weight_sync.exchange import Move, RankOfTrainer, Step, fill, place_of, plan_steps
-from nemo_rl.weight_sync.parts import Held, Part, Parts
+from nemo_rl.weight_sync.parts import BlocksByName, Held
 
 pytestmark = pytest.mark.fast
 SHAPE = (8, 6)
 NAMES = ("first", "second")
 
 
-def rows(*bounds: int) -> list[Part]:
+def rows(*bounds: int) -> list[TensorBlock]:
     """Divide a tensor along its rows."""
-    return [Part((a, 0), (b - a, 6)) for a, b in zip((0, *bounds), (*bounds, 8), strict=True)]
+    return [TensorBlock((a, 0), (b - a, 6)) for a, b in zip((0, *bounds), (*bounds, 8), strict=True)]
 
 
-def columns(*bounds: int) -> list[Part]:
-    return [Part((0, a), (8, b - a)) for a, b in zip((0, *bounds), (*bounds, 6), strict=True)]
+def columns(*bounds: int) -> list[TensorBlock]:
+    return [TensorBlock((0, a), (8, b - a)) for a, b in zip((0, *bounds), (*bounds, 6), strict=True)]
 
 
 DIVISIONS = (
@@ -33,7 +34,7 @@ DIVISIONS = (
     rows(1, 5),
     columns(3),
     columns(1, 2),
-    [rows(4)[0], Part((4, 0), (4, 3)), Part((4, 3), (4, 3))],
+    [rows(4)[0], TensorBlock((4, 0), (4, 3)), TensorBlock((4, 3), (4, 3))],
 )
 
 
@@ -41,21 +42,21 @@ def value(name: str) -> torch.Tensor:
     return torch.arange(48.0).view(SHAPE) + 100 * NAMES.index(name)
 
 
-def held(name: str, blocks: list[Part]) -> Held:
+def held(name: str, blocks: list[TensorBlock]) -> Held:
     return Held(name, "float32", SHAPE, (NAMES.index(name),), tuple(blocks))
 
 
 @st.composite
-def trainers(draw: st.DrawFn) -> tuple[list[RankOfTrainer], list[Parts | None]]:
+def trainers(draw: st.DrawFn) -> tuple[list[RankOfTrainer], list[BlocksByName | None]]:
     """Draw who holds which blocks, perhaps several times, what lanes read and who packs for them."""
     num_ranks = draw(st.integers(1, 4))
-    blocks: list[dict[str, list[Part]]] = [{name: [] for name in NAMES} for _ in range(num_ranks)]
+    blocks: list[dict[str, list[TensorBlock]]] = [{name: [] for name in NAMES} for _ in range(num_ranks)]
     ranks = st.sets(st.integers(0, num_ranks - 1), min_size=1)
     for name in NAMES:
         for block in draw(st.sampled_from(DIVISIONS)):
             for rank in draw(ranks):
                 blocks[rank][name].append(block)
-    lanes: list[Parts | None] = []
+    lanes: list[BlocksByName | None] = []
     packs: list[set[int]] = []
     for _ in range(draw(st.integers(1, 3))):
         wanted = {
@@ -81,7 +82,7 @@ def test_every_rank_packs_what_its_lanes_read(drawn, bucket_size):
         for target, rank in enumerate(ranks):
             moves = [move for move in steps[target].moves if move.target == target]
             check_both_sides(steps, target, moves)
-            blocks: dict[str, list[tuple[Part, torch.Tensor]]] = {}
+            blocks: dict[str, list[tuple[TensorBlock, torch.Tensor]]] = {}
             for move in moves:
                 assert_held(ranks[move.source], move)
                 blocks.setdefault(move.name, []).append((move.block, move.block.of(value(move.name))))
@@ -106,12 +107,12 @@ def assert_held(rank: RankOfTrainer, move: Move) -> None:
 
 def test_nothing_travels_that_the_packing_rank_holds_and_nothing_twice() -> None:
     both = [RankOfTrainer([held("first", [block])], [number == 0]) for number, block in enumerate(rows(4))]
-    (step,) = plan_steps(both, 0, [{"first": (Part((2, 0), (4, 6)),)}], 1 << 20)
+    (step,) = plan_steps(both, 0, [{"first": (TensorBlock((2, 0), (4, 6)),)}], 1 << 20)
     assert [(move.source, move.target, move.block) for move in step.moves] == [
-        (0, 0, Part((2, 0), (2, 6))),
-        (1, 0, Part((4, 0), (2, 6))),
+        (0, 0, TensorBlock((2, 0), (2, 6))),
+        (1, 0, TensorBlock((4, 0), (2, 6))),
     ]
-    lanes: list[Parts | None] = [None, None]
+    lanes: list[BlocksByName | None] = [None, None]
     twice = [replace(rank, packs=[number == 0] * 2) for number, rank in enumerate(both)]
     (step,) = plan_steps(twice, 0, lanes, 1 << 20)
     assert len(step.moves) == 2, "two lanes of a sender share what it receives"

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from nemo_rl.weight_sync.parts import Part, ReadRecorder, add_part, part_of_view, whole
+from nemo_rl.distributed.ranks.tensor_block import TensorBlock, whole_block
+from nemo_rl.weight_sync.parts import ReadRecorder, add_block, block_of_view
 
 SHAPE = (4, 6, 5)
 
@@ -17,19 +18,19 @@ def full() -> torch.Tensor:
 @pytest.mark.parametrize(
     ("view", "expected"),
     [
-        (lambda t: t, whole(SHAPE)),
-        (lambda t: t.narrow(0, 1, 2), Part((1, 0, 0), (2, 6, 5))),
-        (lambda t: t.narrow(1, 2, 3), Part((0, 2, 0), (4, 3, 5))),
-        (lambda t: t.narrow(2, 4, 1), Part((0, 0, 4), (4, 6, 1))),
-        (lambda t: t[2, 1:3, 2:4], Part((2, 1, 2), (1, 2, 2))),
-        (lambda t: t[3].t(), Part((3, 0, 0), (1, 6, 5))),
-        (lambda t: t[1].reshape(-1), Part((1, 0, 0), (1, 6, 5))),
-        (lambda t: t.chunk(2, dim=1)[1].permute(2, 0, 1), Part((0, 3, 0), (4, 3, 5))),
+        (lambda t: t, whole_block(SHAPE)),
+        (lambda t: t.narrow(0, 1, 2), TensorBlock((1, 0, 0), (2, 6, 5))),
+        (lambda t: t.narrow(1, 2, 3), TensorBlock((0, 2, 0), (4, 3, 5))),
+        (lambda t: t.narrow(2, 4, 1), TensorBlock((0, 0, 4), (4, 6, 1))),
+        (lambda t: t[2, 1:3, 2:4], TensorBlock((2, 1, 2), (1, 2, 2))),
+        (lambda t: t[3].t(), TensorBlock((3, 0, 0), (1, 6, 5))),
+        (lambda t: t[1].reshape(-1), TensorBlock((1, 0, 0), (1, 6, 5))),
+        (lambda t: t.chunk(2, dim=1)[1].permute(2, 0, 1), TensorBlock((0, 3, 0), (4, 3, 5))),
     ],
 )
-def test_the_part_of_a_block_is_exact(view: Callable[[torch.Tensor], torch.Tensor], expected: Part) -> None:
+def test_the_part_of_a_block_is_exact(view: Callable[[torch.Tensor], torch.Tensor], expected: TensorBlock) -> None:
     tensor = full()
-    assert part_of_view(SHAPE, 0, view(tensor)) == expected
+    assert block_of_view(SHAPE, 0, view(tensor)) == expected
     assert torch.equal(expected.of(tensor).sort().values.flatten().sort().values, view(tensor).flatten().sort().values)
 
 
@@ -44,21 +45,21 @@ def test_the_part_of_a_block_is_exact(view: Callable[[torch.Tensor], torch.Tenso
     ],
 )
 def test_what_is_no_block_takes_whole_rows(view: Callable[[torch.Tensor], torch.Tensor], rows: tuple[int, int]) -> None:
-    part = part_of_view(SHAPE, 0, view(full()))
-    assert part == Part((rows[0], 0, 0), (rows[1], 6, 5))
+    part = block_of_view(SHAPE, 0, view(full()))
+    assert part == TensorBlock((rows[0], 0, 0), (rows[1], 6, 5))
     assert set(view(full()).flatten().tolist()) <= set(part.of(full()).flatten().tolist())
 
 
 def test_parts_join_into_blocks_and_stay_apart_otherwise() -> None:
-    left, right, far = Part((0, 0), (2, 3)), Part((2, 0), (1, 3)), Part((8, 0), (1, 3))
-    assert add_part((left,), right) == (Part((0, 0), (3, 3)),)
-    assert add_part((left,), far) == (left, far)
-    assert add_part((left,), Part((1, 1), (1, 1))) == (left,), "it is contained"
-    assert add_part((left,), Part((1, 2), (2, 2))) == (Part((0, 0), (3, 4)),), "they overlap"
-    assert add_part((left, far), Part((2, 0), (6, 3))) == (Part((0, 0), (9, 3)),), "it closes the gap"
-    many: tuple[Part, ...] = ()
+    left, right, far = TensorBlock((0, 0), (2, 3)), TensorBlock((2, 0), (1, 3)), TensorBlock((8, 0), (1, 3))
+    assert add_block((left,), right) == (TensorBlock((0, 0), (3, 3)),)
+    assert add_block((left,), far) == (left, far)
+    assert add_block((left,), TensorBlock((1, 1), (1, 1))) == (left,), "it is contained"
+    assert add_block((left,), TensorBlock((1, 2), (2, 2))) == (TensorBlock((0, 0), (3, 4)),), "they overlap"
+    assert add_block((left, far), TensorBlock((2, 0), (6, 3))) == (TensorBlock((0, 0), (9, 3)),), "it closes the gap"
+    many: tuple[TensorBlock, ...] = ()
     for row in range(0, 200, 2):
-        many = add_part(many, Part((row, 0), (1, 3)))
+        many = add_block(many, TensorBlock((row, 0), (1, 3)))
     assert len(many) <= 16
     assert all(any(part.starts[0] <= row < part.starts[0] + part.shape[0] for part in many) for row in range(0, 200, 2))
 
@@ -75,10 +76,10 @@ def test_reads_are_recorded_and_views_are_not() -> None:
         tensors["converted"][0].to(torch.bfloat16)
     tensors["untouched"].sum()
     assert recorder.reads == {
-        "rows": (Part((2, 0, 0), (2, 6, 5)),),
-        "columns": (Part((0, 1, 0), (4, 2, 5)),),
-        "scalar": (Part((), ()),),
-        "converted": (Part((0, 0, 0), (1, 6, 5)),),
+        "rows": (TensorBlock((2, 0, 0), (2, 6, 5)),),
+        "columns": (TensorBlock((0, 1, 0), (4, 2, 5)),),
+        "scalar": (TensorBlock((), ()),),
+        "converted": (TensorBlock((0, 0, 0), (1, 6, 5)),),
     }
 
 

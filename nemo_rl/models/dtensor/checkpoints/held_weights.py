@@ -13,13 +13,13 @@ from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.distributed.ranks.placements import held_here, whole
+from nemo_rl.distributed.ranks.tensor_block import TensorBlock, block_here, whole_block
 from nemo_rl.models.dtensor.checkpoints.model_files import weights_by_name
 from nemo_rl.models.dtensor.pipeline.stages import stage_of, without_copies
 from nemo_rl.models.huggingface.checkpoint_names import Group, Result, groups_in_checkpoint
 from nemo_rl.models.huggingface.load import stays_float32
 from nemo_rl.models.training.low_rank import ADAPTER_PARAMETERS
-from nemo_rl.weight_sync.parts import Held, Part, Readable, block_of, dtype_name
-from nemo_rl.weight_sync.parts import whole as whole_part
+from nemo_rl.weight_sync.parts import Held, Readable, dtype_name
 
 Value = Callable[[str], Tensor]
 """Returns the weight of a name as it is exported; collective over the ranks that divide it."""
@@ -78,7 +78,7 @@ def _blocks(
 
     A rank that holds nothing of the weight yields them without blocks, because reading them may be collective.
     """
-    place = block_of(tensor)
+    place = block_here(tensor)
     empty = torch.empty(place.shape, device="meta")
     parts = {target: result.of(place, empty) for target, result in results.items()}
     mine = {target for target, part in parts.items() if part is not None or not place.numel}
@@ -110,7 +110,7 @@ class _Once:
         return tensor
 
 
-def _read(result: Result, place: Part, once: _Once) -> list[Tensor]:
+def _read(result: Result, place: TensorBlock, once: _Once) -> list[Tensor]:
     held = result.of(place, once())
     return [] if held is None else [held[1]]
 
@@ -130,5 +130,5 @@ def _converted_whole(
 
     for number, (target, tensor) in enumerate(group.convert(hf, empty).items()):
         shape = tuple(tensor.shape)
-        described = Held(target, dtype, shape, (*order, number), (whole_part(shape),))
+        described = Held(target, dtype, shape, (*order, number), (whole_block(shape),))
         yield Readable(described, partial(read, target))

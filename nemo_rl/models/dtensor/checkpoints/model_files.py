@@ -20,18 +20,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.distributed.ranks.placements import held_here
 from nemo_rl.distributed.ranks.shared_failure import raise_on_all_ranks
+from nemo_rl.distributed.ranks.tensor_block import TensorBlock, block_here
 from nemo_rl.files.regular_file import open_regular
 from nemo_rl.models.dtensor.pipeline.stages import names_here, stage_of, without_copies
 from nemo_rl.models.huggingface.checkpoint_names import Group, groups_in_memory, in_checkpoint
 from nemo_rl.models.huggingface.folders import MODEL_FOLDER, TENSOR_FILES
 from nemo_rl.models.huggingface.tensor_files import (
     MAX_FILE_BYTES,
-    Box,
     TensorFiles,
     file_names,
     header_bytes,
@@ -43,34 +42,30 @@ from nemo_rl.utils.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Part:
-    """The part of a tensor that a rank writes."""
+class BlockToWrite:
+    """The block of a tensor that a rank writes."""
 
     name: str
     """Name of the tensor in the checkpoint."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
-    box: Box
-    """Position of the part in the whole tensor."""
+    block: TensorBlock
     values: Tensor
-    """The part, on any device."""
+    """The values of the block, on any device."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Location of a part that has been written."""
+class WrittenBlock:
+    """Location of a block that has been written; see `BlockToWrite`."""
 
     name: str
-    """As in `Part`."""
     shape: tuple[int, ...]
-    """As in `Part`."""
     dtype: torch.dtype
-    box: Box
-    """As in `Part`."""
+    block: TensorBlock
     file: Path
-    """File of the rank that wrote the part."""
+    """File of the rank that wrote the block."""
     start: int
-    """First byte of the part in the file."""
+    """First byte of the block in the file."""
 
     @property
     def num_bytes(self) -> int:
@@ -78,15 +73,7 @@ class Piece:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def local_box(like: Tensor) -> Box:
-    """Return the position of this rank's part in the whole tensor; empty if the part is the whole tensor."""
-    if not isinstance(like, DTensor):
-        return ()
-    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
-    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-
-
-def parts_of_this_rank(weights: Iterable[tuple[str, Tensor]], names_here: Iterable[str]) -> Iterator[Part]:
+def parts_of_this_rank(weights: Iterable[tuple[str, Tensor]], names_here: Iterable[str]) -> Iterator[BlockToWrite]:
     """Yield the parts that this rank writes.
 
     Each shard is written by one rank. Ranks that hold the same whole tensors write them in turns. Collective before
@@ -105,7 +92,7 @@ def parts_of_this_rank(weights: Iterable[tuple[str, Tensor]], names_here: Iterab
         else:
             values, mine = tensor, peers[index % len(peers)] == dist.get_rank()
         if mine:
-            yield Part(name, tuple(tensor.shape), local_box(tensor), values)
+            yield BlockToWrite(name, tuple(tensor.shape), block_here(tensor), values)
 
 
 def _writes(tensor: DTensor) -> bool:
@@ -116,7 +103,7 @@ def _writes(tensor: DTensor) -> bool:
     return first and coordinate is not None and tensor.to_local().numel() > 0
 
 
-def write_parts(file: Path, parts: Iterable[Part]) -> list[Piece]:
+def write_parts(file: Path, parts: Iterable[BlockToWrite]) -> list[WrittenBlock]:
     """Append parts to a file, in the order of the iterator.
 
     The iterator is exhausted even if a part cannot be written, because other ranks take part in computing them.
@@ -124,7 +111,7 @@ def write_parts(file: Path, parts: Iterable[Part]) -> list[Piece]:
     Raises:
         OSError: a part could not be written.
     """
-    pieces: list[Piece] = []
+    pieces: list[WrittenBlock] = []
     end, trouble = 0, None
     for part in parts:
         if trouble is None:
@@ -135,14 +122,14 @@ def write_parts(file: Path, parts: Iterable[Part]) -> list[Piece]:
             except OSError as error:
                 trouble = error
             else:
-                pieces.append(Piece(part.name, part.shape, part.values.dtype, part.box, file, end))
+                pieces.append(WrittenBlock(part.name, part.shape, part.values.dtype, part.block, file, end))
                 end += written
     if trouble is not None:
         raise trouble
     return pieces
 
 
-def join_pieces(target: Path, pieces_of: dict[str, list[Piece]]) -> None:
+def join_pieces(target: Path, pieces_of: dict[str, list[WrittenBlock]]) -> None:
     """Write a safetensors file from the pieces of its tensors, with one whole tensor in memory at a time.
 
     Raises:
@@ -155,11 +142,11 @@ def join_pieces(target: Path, pieces_of: dict[str, list[Piece]]) -> None:
             stream.write(raw_bytes(_whole(pieces)))
 
 
-def _whole(pieces: list[Piece]) -> Tensor:
+def _whole(pieces: list[WrittenBlock]) -> Tensor:
     whole = torch.empty(pieces[0].shape, dtype=pieces[0].dtype)
     filled = 0
     for piece in pieces:
-        part = whole[piece.box]
+        part = piece.block.of(whole)
         contiguous = part if part.is_contiguous() else torch.empty_like(part, memory_format=torch.contiguous_format)
         with open_regular(piece.file) as stream:
             stream.seek(piece.start)
@@ -213,15 +200,15 @@ def prepare_weights(
 
 
 def _write_weights(
-    hf: PreTrainedModel, folder: Path, parts: Iterator[Part], group: dist.ProcessGroup | None = None
+    hf: PreTrainedModel, folder: Path, parts: Iterator[BlockToWrite], group: dist.ProcessGroup | None = None
 ) -> None:
     rank, num_ranks, sharded = dist.get_rank(), dist.get_world_size(), folder / "sharded"
-    mine: list[Piece] = []
+    mine: list[WrittenBlock] = []
     with raise_on_all_ranks(group):
         mine = write_parts(sharded / f"rank_{rank:05d}", parts)
-    gathered: list[list[Piece]] = [[] for _ in range(num_ranks)]
+    gathered: list[list[WrittenBlock]] = [[] for _ in range(num_ranks)]
     dist.all_gather_object(gathered, mine, group=group)
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[WrittenBlock]] = {}
     for piece in chain.from_iterable(gathered):
         pieces.setdefault(piece.name, []).append(piece)
     file_of = file_names({name: found[0].num_bytes for name, found in pieces.items()}, MAX_FILE_BYTES)
@@ -310,18 +297,8 @@ def _read_group(hf: PreTrainedModel, group: Group, tensors: TensorFiles, wanted:
     if group.converter is None:
         (source,) = group.sources
         for weight in wanted.values():
-            held_here(weight).copy_(tensors.read(source, local_box(weight)))
+            held_here(weight).copy_(tensors.read(source, block_here(weight)))
     elif wanted:
         converted = group.convert(hf, {name: tensors.read(name) for name in group.sources})
         for name, weight in wanted.items():
-            fill(weight, converted[name])
-
-
-def fill(parameter: Tensor, value: Tensor) -> None:
-    """Copy this rank's part of a whole tensor into a parameter."""
-    held_here(parameter).copy_(local_part(value, parameter))
-
-
-def local_part(value: Tensor, like: Tensor) -> Tensor:
-    """Return the part of a whole tensor that this rank holds of `like`; the whole tensor if `like` is not sharded."""
-    return value[local_box(like)]
+            held_here(weight).copy_(block_here(weight).of(converted[name]))

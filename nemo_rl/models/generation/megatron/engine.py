@@ -53,7 +53,7 @@ from nemo_rl.models.huggingface.tensor_files import model_folder
 from nemo_rl.models.megatron.parallel import start_model_parallel
 from nemo_rl.models.training.tensor_checks import ANOTHER_COPY, not_finite, require_finite
 from nemo_rl.models.training.torch_backend import HostMemory, move_weights
-from nemo_rl.weight_sync.parts import Parts, ReadRecorder
+from nemo_rl.weight_sync.parts import BlocksByName, ReadRecorder
 
 
 class RotaryAtPositions(nn.Module):
@@ -201,7 +201,7 @@ class ModelPart:
         """See `RecordsReads.record_reads`."""
         self._recorder = ReadRecorder()
 
-    def take_reads(self) -> Parts:
+    def take_reads(self) -> BlocksByName:
         """See `RecordsReads.take_reads`."""
         assert self._recorder is not None, "record_reads comes first"
         recorder, self._recorder = self._recorder, None
@@ -296,7 +296,7 @@ class _HoldsPart:
         """See `RecordsReads.record_reads`."""
         self._part.record_reads()
 
-    def take_reads(self) -> Parts:
+    def take_reads(self) -> BlocksByName:
         """See `RecordsReads.take_reads`."""
         return self._part.take_reads()
 

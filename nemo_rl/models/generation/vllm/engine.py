@@ -62,7 +62,7 @@ from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.optimizations.switch import is_on
 from nemo_rl.optimizations.vllm import ThreadChoice, cores_of_each, inspect_here, packing_threads, start_threads
 from nemo_rl.utils.errors import GenerationError
-from nemo_rl.weight_sync.parts import Parts
+from nemo_rl.weight_sync.parts import BlocksByName
 
 logger = logging.getLogger(__name__)
 
@@ -297,7 +297,7 @@ class VllmEngine(SteppedEngine):
         """See `RecordsReads.record_reads`."""
         record_reads(self._engine.model_executor.driver_worker)
 
-    def take_reads(self) -> Parts:
+    def take_reads(self) -> BlocksByName:
         """See `RecordsReads.take_reads`."""
         return take_reads(self._engine.model_executor.driver_worker)
 

@@ -44,7 +44,7 @@ from nemo_rl.models.generation.ranks import (
 from nemo_rl.models.generation.vllm.cpu_build import compute_own_experts, exchange_tokens, repair_speculation
 from nemo_rl.models.generation.vllm.drafting import keep_own_heads
 from nemo_rl.models.generation.vllm.running_model import load_tensors, record_reads, take_reads
-from nemo_rl.weight_sync.parts import Parts
+from nemo_rl.weight_sync.parts import BlocksByName
 
 _SHARED_MEMORY = Path("/dev/shm")
 _HOST_ADDRESS = "VLLM_HOST_IP"
@@ -207,6 +207,6 @@ class VllmRank(ServedRank):
         """See `RecordsReads.record_reads`."""
         record_reads(self._worker)
 
-    def take_reads(self) -> Parts:
+    def take_reads(self) -> BlocksByName:
         """See `RecordsReads.take_reads`."""
         return take_reads(self._worker)

@@ -34,7 +34,7 @@ from nemo_rl.models.generation.stepped import Finished, SteppedEngine
 from nemo_rl.models.generation.vllm.engine import VllmEngine
 from nemo_rl.models.generation.vllm.ranks import listening
 from nemo_rl.utils.errors import GenerationError
-from nemo_rl.weight_sync.parts import Parts
+from nemo_rl.weight_sync.parts import BlocksByName
 
 _LINKS = "replicas"
 _PORT = "port of replicas"
@@ -128,7 +128,7 @@ class VllmReplicas(SteppedEngine):
         """See `RecordsReads.record_reads`."""
         self._own.record_reads()
 
-    def take_reads(self) -> Parts:
+    def take_reads(self) -> BlocksByName:
         """See `RecordsReads.take_reads`."""
         return self._own.take_reads()
 
@@ -186,7 +186,7 @@ class VllmReplica(ServedRank):
         """See `RecordsReads.record_reads`."""
         self._engine.record_reads()
 
-    def take_reads(self) -> Parts:
+    def take_reads(self) -> BlocksByName:
         """See `RecordsReads.take_reads`."""
         return self._engine.take_reads()
 

@@ -36,7 +36,7 @@ from nemo_rl.models.generation.vllm.drafting import OwnModules, is_for, load_int
 from nemo_rl.models.huggingface.layers import recorded_outputs
 from nemo_rl.models.training.tensor_checks import ANOTHER_COPY, listed, not_finite
 from nemo_rl.utils.errors import NonFiniteError
-from nemo_rl.weight_sync.parts import Parts, ReadRecorder
+from nemo_rl.weight_sync.parts import BlocksByName, ReadRecorder
 
 _STACKED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias)?")
 _CACHE_SCALES = ("q_scale", "k_scale", "v_scale", "prob_scale")
@@ -116,7 +116,7 @@ def record_reads(worker: Any) -> None:
     worker.recorder = ReadRecorder()
 
 
-def take_reads(worker: Any) -> Parts:
+def take_reads(worker: Any) -> BlocksByName:
     """Stop recording and return what was read since `record_reads`."""
     recorder: ReadRecorder = worker.recorder
     worker.recorder = None

@@ -22,14 +22,13 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from nemo_rl.models.huggingface.tensor_files import Box
+from nemo_rl.distributed.ranks.tensor_block import TensorBlock
 from nemo_rl.models.megatron.conversion.parts import Part, Rule, global_name
 from nemo_rl.models.megatron.conversion.rules import Rules, rules_for
 from nemo_rl.models.megatron.conversion.sources import listed
 from nemo_rl.models.megatron.model.build import unwrap
 from nemo_rl.models.training.low_rank import ADAPTER_PARAMETERS
 from nemo_rl.utils.errors import CheckpointError
-from nemo_rl.weight_sync import parts as sent
 from nemo_rl.weight_sync.parts import Held, Readable, dtype_name
 
 
@@ -205,7 +204,7 @@ class _Block:
     name: str
     """Name of the hub tensor."""
     tensor_shape: tuple[int, ...]
-    place: sent.Part
+    place: TensorBlock
     """Place of the block."""
     part: Part
     """A part of the parameter that the block contains."""
@@ -229,25 +228,20 @@ class _Shard:
         num_shards = self.groups.num_shards(rule)
         number = self.groups.dividing(rule).rank() if num_shards > 1 else 0
         shapes = rule.part_shapes(shape, num_shards)
-        first = number * shape[1] if rule.dim == 1 else 0
-        columns = slice(first, first + shape[1]) if len(shape) > 1 else slice(0, 0)
-        found: dict[tuple[str, sent.Part], list[tuple[int, slice]]] = {}
+        columns = rule.columns(shape, number)
+        found: dict[tuple[str, TensorBlock], list[tuple[int, slice]]] = {}
         tensor_shapes = [part.tensor_shape(shapes[index], num_experts) for index, part in enumerate(rule.parts)]
         at = 0
         by_rows = (number, num_shards) if rule.dim == 0 else (0, 1)
         for segment in rule.layout.segments(shape[0], *by_rows):
             part, rows = rule.parts[segment.part], slice(segment.start, segment.stop)
-            place = _place(part.box(tensor_shapes[segment.part], rows, columns))
+            place = part.block(tensor_shapes[segment.part], rows, columns)
             found.setdefault((part.name, place), []).append((segment.part, slice(at, at + segment.num_rows)))
             at += segment.num_rows
         for (name, place), rows_of in found.items():
             index = rows_of[0][0]
             rows_in_order = tuple(rows for _, rows in sorted(rows_of, key=lambda item: item[0]))
             yield _Block(name, tensor_shapes[index], place, rule.parts[index], self.tensor, rows_in_order)
-
-
-def _place(box: Box) -> sent.Part:
-    return sent.Part(tuple(side.start for side in box), tuple(side.stop - side.start for side in box))
 
 
 class _Values:

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from nemo_rl.models.huggingface.tensor_files import Box, TensorFiles, indexed_files, weight_files
+from nemo_rl.distributed.ranks.tensor_block import TensorBlock
+from nemo_rl.models.huggingface.tensor_files import TensorFiles, indexed_files, weight_files
 from nemo_rl.models.megatron.conversion.holdings import Groups, held_here, holders, num_mtp_layers
 from nemo_rl.models.megatron.conversion.parts import Part, Rule
 from nemo_rl.models.megatron.conversion.rules import rules_for
@@ -34,8 +35,8 @@ class TensorSource(Protocol):
     def like(self, name: str) -> Tensor:
         """Return a tensor of the same shape and dtype."""
 
-    def read(self, name: str, box: Box | None = None) -> Tensor:
-        """Return the tensor's values in a box."""
+    def read(self, name: str, block: TensorBlock | None = None) -> Tensor:
+        """Return the tensor's values in a block."""
 
 
 def load_huggingface(
@@ -87,12 +88,9 @@ def fill(tensor: Tensor, rule: Rule, parts: Mapping[int, Part], source: TensorSo
     """
     num_shards = groups.num_shards(rule)
     shard = groups.dividing(rule).rank() if num_shards > 1 else 0
-    columns = slice(None)
-    if rule.dim == 1:
-        columns = slice(shard * tensor.shape[1], (shard + 1) * tensor.shape[1])
-        shard, num_shards = 0, 1
-    start = 0
-    for segment in rule.layout.segments(len(tensor), shard, num_shards):
+    columns, start = rule.columns(tensor.shape, shard), 0
+    by_rows = (shard, num_shards) if rule.dim == 0 else (0, 1)
+    for segment in rule.layout.segments(len(tensor), *by_rows):
         part = parts.get(segment.part)
         if part is not None:
             read, shape = partial(source.read, part.name), source.like(part.name).shape
@@ -124,8 +122,8 @@ class _Sent:
     def like(self, name: str) -> Tensor:
         return self.tensor
 
-    def read(self, name: str, box: Box | None = None) -> Tensor:
-        return self.tensor if box is None else self.tensor[box]
+    def read(self, name: str, block: TensorBlock | None = None) -> Tensor:
+        return self.tensor if block is None else block.of(self.tensor)
 
 
 class HubReceiver:

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nemo_rl.models.huggingface.tensor_files import Box
+from nemo_rl.distributed.ranks.tensor_block import TensorBlock
 
 
 @dataclass(frozen=True)
@@ -115,33 +115,36 @@ class Part:
     transposed: bool = False
     """Rows of the parameter are columns of the tensor."""
 
-    def read(self, read: Callable[[Box], Tensor], tensor_shape: Sequence[int], rows: slice, columns: slice) -> Tensor:
+    def read(
+        self, read: Callable[[TensorBlock], Tensor], tensor_shape: Sequence[int], rows: slice, columns: slice
+    ) -> Tensor:
         """Read some rows of the part, and if it has two dimensions some columns of them.
 
         Args:
-            read: reads a box of the hub tensor.
+            read: reads a block of the hub tensor.
             tensor_shape: shape of the hub tensor.
             rows: rows of the part.
             columns: columns of the part.
         """
         index, of = self.share
-        values = read(self.box(tensor_shape, rows, columns))
+        values = read(self.block(tensor_shape, rows, columns))
         values = values if self.expert is None else values[0]
         values = values.t() if self.transposed else values
         return values[index::of] if self.interleaved else values
 
-    def box(self, tensor_shape: Sequence[int], rows: slice, columns: slice) -> Box:
-        """Return the smallest box of the hub tensor that contains some rows and columns of the part."""
+    def block(self, tensor_shape: Sequence[int], rows: slice, columns: slice) -> TensorBlock:
+        """Return the smallest block of the hub tensor that contains some rows and columns of the part."""
         index, of = self.share
         first = 0 if self.interleaved else index * self.shape_in(tensor_shape)[0]
         step = of if self.interleaved else 1
-        along_rows = slice(first + rows.start * step, first + rows.stop * step)
-        box: Box = (along_rows, columns)[: len(self.shape_in(tensor_shape))]
-        box = box[::-1] if self.transposed else box
-        return box if self.expert is None else (slice(self.expert, self.expert + 1), *box)
+        sides = [(first + rows.start * step, first + rows.stop * step), (columns.start, columns.stop)]
+        sides = sides[: len(self.shape_in(tensor_shape))]
+        sides = sides[::-1] if self.transposed else sides
+        sides = sides if self.expert is None else [(self.expert, self.expert + 1), *sides]
+        return TensorBlock(tuple(start for start, _ in sides), tuple(stop - start for start, stop in sides))
 
     def in_tensor(self, values: Sequence[Tensor]) -> Tensor:
-        """Return the values of a `box`, from those of the part; of interleaved shares, from the same rows of each."""
+        """Return the values of a `block`, from those of the part; of interleaved shares, from the same rows of each."""
         rows = torch.stack(list(values), dim=1).flatten(0, 1) if self.interleaved else values[0]
         rows = rows.t() if self.transposed else rows
         return rows if self.expert is None else rows[None]
@@ -195,6 +198,12 @@ class Rule:
         """
         shape = [size * num_shards if dim == self.dim else size for dim, size in enumerate(shard_shape)]
         return [(rows, *shape[1:]) for rows in self.layout.part_rows(shape[0])]
+
+    def columns(self, shard_shape: Sequence[int], shard: int) -> slice:
+        """Return the columns of the parameter that a shard holds; none if the parameter has no columns."""
+        width = shard_shape[1] if len(shard_shape) > 1 else 0
+        first = shard * width if self.dim == 1 else 0
+        return slice(first, first + width)
 
     def joined(self, index: int, shards: Sequence[Tensor]) -> Tensor:
         """Join a part from its rows in each shard; a view if one shard holds all rows together.

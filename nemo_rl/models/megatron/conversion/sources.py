@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from nemo_rl.models.huggingface.tensor_files import Box, TensorFiles
+from nemo_rl.distributed.ranks.tensor_block import TensorBlock, whole_block
+from nemo_rl.models.huggingface.tensor_files import TensorFiles
 from nemo_rl.models.megatron.conversion.parts import Part, Rule
 from nemo_rl.models.megatron.conversion.rules import EMBEDDING, HEAD, OUTPUT, SCALAR_HEAD, Rules
 from nemo_rl.utils.errors import CheckpointError
@@ -140,31 +141,27 @@ class DequantizedFiles(TensorFiles):
         return found.float() if name in self._float8 else found
 
     @override
-    def read(self, name: str, box: Box | None = None) -> Tensor:
+    def read(self, name: str, block: TensorBlock | None = None) -> Tensor:
         if name not in self._float8 and name not in self._mxfp4:
-            return super().read(name, box)
-        shape = self.like(name).shape
-        ranges = [range(size)[part] for size, part in zip(shape, box or [slice(None)] * len(shape), strict=True)]
-        return self._from_mxfp4(name, *ranges) if name in self._mxfp4 else self._from_float8(name, *ranges)
+            return super().read(name, block)
+        block = whole_block(self.like(name).shape) if block is None else block
+        return self._from_mxfp4(name, block) if name in self._mxfp4 else self._from_float8(name, block)
 
-    def _from_float8(self, name: str, rows: range, columns: range) -> Tensor:
-        values = super().read(name, (_slice(rows), _slice(columns))).float()
-        row_block, column_block = (
-            torch.tensor(part) // size for part, size in zip((rows, columns), self._block_size, strict=True)
+    def _from_float8(self, name: str, block: TensorBlock) -> Tensor:
+        values = super().read(name, block).float()
+        rows, columns = (
+            torch.arange(start, start + size) // of_factor
+            for start, size, of_factor in zip(block.starts, block.shape, self._block_size, strict=True)
         )
-        return values * super().read(name + _FACTORS).float()[row_block][:, column_block]
+        return values * super().read(name + _FACTORS).float()[rows][:, columns]
 
-    def _from_mxfp4(self, name: str, experts: range, columns: range, rows: range) -> Tensor:
+    def _from_mxfp4(self, name: str, block: TensorBlock) -> Tensor:
         """Read `[experts, columns, rows]`; the files hold rows of groups of columns, with two columns per byte."""
-        groups = slice(columns.start // _MXFP4_SIZE, -(-columns.stop // _MXFP4_SIZE))
-        box = (_slice(experts), _slice(rows), groups)
-        packed = super().read(name + _BLOCKS, (*box, slice(None)))
-        exponents = super().read(name + _EXPONENTS, box).int() - _EXPONENT_BIAS
+        (expert, column, row), (experts, columns, rows) = block.starts, block.shape
+        group, skipped = divmod(column, _MXFP4_SIZE)
+        groups = TensorBlock((expert, row, group), (experts, rows, -(-(column + columns) // _MXFP4_SIZE) - group))
+        packed = super().read(name + _BLOCKS, TensorBlock((*groups.starts, 0), (*groups.shape, _MXFP4_SIZE // 2)))
+        exponents = super().read(name + _EXPONENTS, groups).int() - _EXPONENT_BIAS
         pairs = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
         values = torch.ldexp(torch.tensor(_E2M1)[pairs.int()], exponents[..., None]).flatten(-2)
-        first = groups.start * _MXFP4_SIZE
-        return values[..., columns.start - first : columns.stop - first].transpose(1, 2)
-
-
-def _slice(part: range) -> slice:
-    return slice(part.start, part.stop)
+        return values[..., skipped : skipped + columns].transpose(1, 2)

@@ -20,7 +20,7 @@ from nemo_rl.host.device import device_name
 from nemo_rl.losses.loss_function import LossMetrics
 from nemo_rl.models.training.inputs import ModelInputs
 from nemo_rl.models.training.interfaces import PolicyBackend
-from nemo_rl.models.training.tensor_checks import Fingerprint, Piece, fingerprint, pieces
+from nemo_rl.models.training.tensor_checks import BlockFingerprints, Fingerprint, fingerprint, fingerprints_here
 
 ROW_NUMBERS = "row_numbers"
 """Key of a batch that is recorded: the position of each row in the step, `[B]` int64."""
@@ -30,11 +30,11 @@ ROW_NUMBERS = "row_numbers"
 class RankUpdate:
     """One rank's part of an update."""
 
-    before: dict[str, Piece] = field(default_factory=dict)
+    before: BlockFingerprints = field(default_factory=dict)
     """Weights before the update."""
-    gradients: dict[str, Piece] = field(default_factory=dict)
+    gradients: BlockFingerprints = field(default_factory=dict)
     """Gradients that have been added up over microbatches and ranks, before clipping."""
-    after: dict[str, Piece] = field(default_factory=dict)
+    after: BlockFingerprints = field(default_factory=dict)
     """Weights after the update."""
     losses: list[float] = field(default_factory=list)
     """Loss of each microbatch; like metrics and log-probabilities only of a rank that gives scores."""
@@ -74,7 +74,7 @@ class UpdateRecorder:
     @contextmanager
     def passes(self) -> Iterator[None]:
         """Start an update: record the weights, and watch the modules while the block runs the passes."""
-        before = self._updates[-1].after if self._updates else pieces(self._backend.weights_here())
+        before = self._updates[-1].after if self._updates else fingerprints_here(self._backend.weights_here())
         self._updates.append(RankUpdate(before, device=device_name(self._backend.device)))
         try:
             if self._of_modules:
@@ -99,12 +99,12 @@ class UpdateRecorder:
         update = self._updates[-1]
         if self._gives_scores:
             update.metrics = [{name: float(value) for name, value in values.items()} for values in metrics]
-        update.gradients = pieces(self._backend.gradients_here())
+        update.gradients = fingerprints_here(self._backend.gradients_here())
 
     def end(self, grad_norm: float, lr: float, model_metrics: Mapping[str, float]) -> None:
         """Record the weights after the update, and the numbers that it made them with."""
         update = self._updates[-1]
-        update.after, update.grad_norm, update.lr = pieces(self._backend.weights_here()), grad_norm, lr
+        update.after, update.grad_norm, update.lr = fingerprints_here(self._backend.weights_here()), grad_norm, lr
         update.model_metrics = {name: float(value) for name, value in model_metrics.items()}
 
     def stop_watching(self) -> None:

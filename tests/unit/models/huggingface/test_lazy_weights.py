@@ -17,14 +17,17 @@ from architectures import (
 )
 from policy_helpers import policy_config, process_group, run_ranks, save_tiny_model, tiny_model
 from safetensors.torch import load_file, save_file
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from nemo_rl.distributed.ranks.placements import held_here
+from nemo_rl.distributed.ranks.placements import as_sharded, held_here
+from nemo_rl.distributed.ranks.tensor_block import block_here
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.checkpoints.lazy_weights import weights_left_in_files
-from nemo_rl.models.dtensor.checkpoints.model_files import local_box, weights_by_name
+from nemo_rl.models.dtensor.checkpoints.model_files import weights_by_name
 from nemo_rl.models.huggingface.load import load_causal_lm, load_scoring_model
 from nemo_rl.models.huggingface.probe_model import small_probe_model
 from nemo_rl.models.huggingface.tensor_files import TensorFiles
@@ -169,7 +172,12 @@ def _places(rank: int, world_size: int, folder: str) -> None:
         whole = tensors.read(name)
         for placements in PLACEMENTS if whole.dim() == 2 else [[Shard(0), Replicate()]]:
             want = distribute_tensor(whole, mesh, placements)
-            assert torch.equal(tensors.read(name, local_box(want)), want.to_local())
+            assert torch.equal(tensors.read(name, block_here(want)), want.to_local())
+    for divided in (Shard(0), Shard(1)):
+        layer, whole = nn.Linear(6, 6, bias=False), torch.arange(36.0).view(6, 6)
+        layer.weight = as_sharded(nn.Parameter(whole), divided, mesh["tp"])
+        fully_shard(layer, mesh=mesh["dp"])
+        assert torch.equal(block_here(layer.weight).of(whole), held_here(layer.weight))
 
 
 def test_shards_of_all_placements_are_read(tmp_path) -> None:

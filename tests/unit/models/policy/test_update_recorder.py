@@ -14,7 +14,7 @@ from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.policy.batching import count_valid, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.rank import PolicyWorker
 from nemo_rl.models.policy.workers.update_recorder import ROW_NUMBERS, RankUpdate, UpdateRecorder
-from nemo_rl.models.training.tensor_checks import Piece, fingerprint, joined, pieces
+from nemo_rl.models.training.tensor_checks import BlockFingerprints, fingerprint, fingerprints_here, joined
 
 ROWS = 6
 
@@ -164,11 +164,11 @@ def test_a_pass_that_fails_leaves_no_hooks(tmp_path: Path) -> None:
     assert run_ranks(_hooks_after_a_failure, 1, name) == [0]
 
 
-def _pieces_of_one_row(rank: int, world_size: int) -> dict[str, Piece]:
+def _pieces_of_one_row(rank: int, world_size: int) -> BlockFingerprints:
     mesh = init_device_mesh("cpu", (world_size,))
-    return pieces({"w": distribute_tensor(torch.ones(1, 3), mesh, [Shard(0)])})
+    return fingerprints_here({"w": distribute_tensor(torch.ones(1, 3), mesh, [Shard(0)])})
 
 
 def test_a_rank_without_rows_of_a_sharded_tensor_has_no_piece() -> None:
     first, second = run_ranks(_pieces_of_one_row, 2)
-    assert first["w"].fingerprint == fingerprint(torch.ones(1, 3)) and second == {}
+    assert first["w"][1] == fingerprint(torch.ones(1, 3)) and second == {}

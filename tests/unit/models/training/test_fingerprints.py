@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from nemo_rl.models.training.tensor_checks import Fingerprint, Piece, added, fingerprint, joined, pieces
+from nemo_rl.distributed.ranks.tensor_block import TensorBlock, whole_block
+from nemo_rl.models.training.tensor_checks import Fingerprint, added, fingerprint, fingerprints_here, joined
 
 
 def tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -19,11 +20,11 @@ def test_pieces_of_rows_and_columns_add_up_to_the_whole(
 ) -> None:
     whole = tensor(7, 6, 5, dtype=dtype)
     want = fingerprint(whole)
-    parts = [
-        fingerprint(whole[start:stop, first:last], whole.shape, (start, first, 0))
+    blocks = [
+        TensorBlock((start, first, 0), (stop - start, last - first, 5))
         for (start, stop), (first, last) in itertools.product(splits, [(0, 2), (2, 6)])
     ]
-    got = added(parts)
+    got = added(fingerprint(block.of(whole), whole.shape, block) for block in blocks)
     assert got.checksum == want.checksum
     assert got.square_sum == pytest.approx(float(whole.double().square().sum()))
     assert got.sketch == pytest.approx(want.sketch)
@@ -62,14 +63,14 @@ def test_the_distance_is_that_of_the_tensors_within_a_small_factor() -> None:
 
 def test_a_piece_that_several_ranks_hold_counts_once() -> None:
     whole = tensor(4, 2)
-    half = Piece((0, 0), fingerprint(whole[:2], whole.shape, (0, 0)))
-    rest = Piece((2, 0), fingerprint(whole[2:], whole.shape, (2, 0)))
+    blocks = TensorBlock((0, 0), (2, 2)), TensorBlock((2, 0), (2, 2))
+    half, rest = ((block, fingerprint(block.of(whole), whole.shape, block)) for block in blocks)
     assert joined([{"w": half}, {"w": rest}, {"w": half}, {}])["w"].checksum == fingerprint(whole).checksum
 
 
 def test_plain_tensors_are_whole_and_empty_ones_have_no_piece() -> None:
-    found = pieces({"w": tensor(3), "none": torch.empty(0)})
-    assert found == {"w": Piece((0,), fingerprint(tensor(3)))}
+    found = fingerprints_here({"w": tensor(3), "none": torch.empty(0)})
+    assert found == {"w": (whole_block((3,)), fingerprint(tensor(3)))}
 
 
 def test_plain_values_hold_all_bits() -> None:

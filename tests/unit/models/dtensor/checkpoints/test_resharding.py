@@ -14,8 +14,9 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from trained_states import assert_equal_states, update, whole_state
 from transformers import PreTrainedModel
 
+from nemo_rl.distributed.ranks.tensor_block import TensorBlock, whole_block
 from nemo_rl.models.dtensor.checkpoints import model_files as checkpoint_io
-from nemo_rl.models.dtensor.checkpoints.model_files import Part, join_pieces, prepare_weights, write_parts
+from nemo_rl.models.dtensor.checkpoints.model_files import BlockToWrite, join_pieces, prepare_weights, write_parts
 from nemo_rl.models.dtensor.checkpoints.training_state import load_training_state, prepare_training_state
 from nemo_rl.models.dtensor.optimizer import build_optimizer, build_scheduler, optimizer_settings
 from nemo_rl.models.training.interfaces import CheckpointPaths
@@ -112,7 +113,7 @@ def test_ranks_may_hold_different_parameters(tmp_path) -> None:
 
 def test_missing_or_short_pieces_are_noticed(tmp_path) -> None:
     values = torch.arange(12.0).reshape(3, 4)
-    part = Part("w", (4, 4), (slice(0, 3), slice(0, 4)), values)
+    part = BlockToWrite("w", (4, 4), TensorBlock((0, 0), (3, 4)), values)
     pieces = write_parts(tmp_path / "rank", [part])
     with pytest.raises(RuntimeError, match="12 of 16 elements of w"):
         join_pieces(tmp_path / "out", {"w": pieces})
@@ -129,8 +130,13 @@ def test_pieces_of_any_shape_and_dtype_are_joined(tmp_path) -> None:
         "scalar": torch.tensor(7),
         "empty": torch.zeros(0, 3),
     }
-    parts = [Part("columns", (3, 8), (slice(0, 3), slice(i, i + 4)), whole["columns"][:, i : i + 4]) for i in (0, 4)]
-    parts += [Part(name, tuple(t.shape), (), t) for name, t in whole.items() if name != "columns"]
+    blocks = {name: [whole_block(tensor.shape)] for name, tensor in whole.items()}
+    blocks["columns"] = [TensorBlock((0, first), (3, 4)) for first in (0, 4)]
+    parts = [
+        BlockToWrite(name, tuple(whole[name].shape), block, block.of(whole[name]))
+        for name, of_tensor in blocks.items()
+        for block in of_tensor
+    ]
     pieces: dict = {}
     for piece in write_parts(tmp_path / "rank", parts):
         pieces.setdefault(piece.name, []).append(piece)

@@ -114,7 +114,7 @@ def test_a_part_is_read_from_where_it_was_written(part: Part) -> None:
     whole = torch.zeros(part.tensor_shape(values.shape, 3))
     part.of(whole).copy_(values)
     assert part.shape_in(whole.shape) == (6, 4)
-    read = part.read(lambda box: whole[box], whole.shape, slice(1, 5), slice(2, 4))
+    read = part.read(lambda block: block.of(whole), whole.shape, slice(1, 5), slice(2, 4))
     assert torch.equal(read, values[1:5, 2:4])
     assert whole.count_nonzero() == 23
 

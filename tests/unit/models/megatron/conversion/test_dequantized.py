@@ -9,15 +9,16 @@ from small_models import hf_config, hf_model
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
 
+from nemo_rl.distributed.ranks.tensor_block import TensorBlock
 from nemo_rl.models.huggingface.tensor_files import weight_files
 from nemo_rl.models.megatron.conversion.rules import rules_for
 from nemo_rl.models.megatron.conversion.sources import DequantizedFiles, sources
 
-BOXES = [(slice(0, 200), slice(0, 300)), (slice(120, 140), slice(5, 250)), (slice(130, 200), slice(256, 300))]
-STACKED_BOXES = [
-    (slice(0, 2), slice(0, 96), slice(0, 10)),
-    (slice(1, 2), slice(10, 70), slice(4, 10)),
-    (slice(0, 1), slice(64, 65), slice(0, 1)),
+BLOCKS = [TensorBlock((0, 0), (200, 300)), TensorBlock((120, 5), (20, 245)), TensorBlock((130, 256), (70, 44))]
+STACKED_BLOCKS = [
+    TensorBlock((0, 0, 0), (2, 96, 10)),
+    TensorBlock((1, 10, 4), (1, 60, 6)),
+    TensorBlock((0, 64, 0), (1, 1, 1)),
 ]
 
 
@@ -26,8 +27,8 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(4)
 
 
-@pytest.mark.parametrize("box", BOXES, ids=str)
-def test_float8_with_block_scales_is_dequantized(box, generator, tmp_path) -> None:
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_float8_with_block_scales_is_dequantized(block, generator, tmp_path) -> None:
     values = torch.randn(200, 300, generator=generator).to(torch.float8_e4m3fn)
     factors = torch.rand(2, 3, generator=generator)
     save_file({"w.weight": values, "w.weight_scale_inv": factors}, tmp_path / "model.safetensors")
@@ -37,11 +38,11 @@ def test_float8_with_block_scales_is_dequantized(box, generator, tmp_path) -> No
     padded[:200, :300] = values
     want = Fp8Dequantize(None)._dequantize_one(padded, factors, torch.float32)[:200, :300]
     assert files.like("w.weight").shape == (200, 300)
-    assert torch.equal(files.read("w.weight", box), want[box])
+    assert torch.equal(files.read("w.weight", block), block.of(want))
 
 
-@pytest.mark.parametrize("box", STACKED_BOXES, ids=str)
-def test_experts_in_mxfp4_are_dequantized(box, generator, tmp_path) -> None:
+@pytest.mark.parametrize("block", STACKED_BLOCKS, ids=str)
+def test_experts_in_mxfp4_are_dequantized(block, generator, tmp_path) -> None:
     blocks = torch.randint(0, 256, (2, 10, 3, 16), generator=generator, dtype=torch.uint8)
     exponents = torch.randint(120, 134, (2, 10, 3), generator=generator, dtype=torch.uint8)
     save_file({"w_blocks": blocks, "w_scales": exponents}, tmp_path / "model.safetensors")
@@ -49,7 +50,7 @@ def test_experts_in_mxfp4_are_dequantized(box, generator, tmp_path) -> None:
     want = _convert_moe_packed_tensors(blocks, exponents, dtype=torch.float32)
     assert list(files) == ["w"]
     assert files.like("w").shape == want.shape == (2, 96, 10)
-    assert torch.equal(files.read("w", box), want[box])
+    assert torch.equal(files.read("w", block), block.of(want))
 
 
 def _quantized(folder: Path, family: str) -> Path:

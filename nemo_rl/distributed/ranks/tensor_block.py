@@ -1,0 +1,84 @@
+"""Blocks of tensors: the place of a block in a whole tensor, and the block that this rank holds.
+
+Shards, reads of files, weight syncs and fingerprints describe a part of a tensor with the same type. Invariant: a
+block of a shard of a DTensor has the starts and the shape of the rank's local tensor.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class TensorBlock:
+    """A block of a tensor: `shape[d]` indices of each dimension `d`, from `starts[d]` on."""
+
+    starts: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The block as an index of the tensor."""
+        return tuple(slice(start, end) for start, end in zip(self.starts, self._ends, strict=True))
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the block of a tensor as a view."""
+        for dim, (start, size) in enumerate(zip(self.starts, self.shape, strict=True)):
+            tensor = tensor.narrow(dim, start, size)
+        return tensor
+
+    def around(self, other: "TensorBlock") -> "TensorBlock":
+        """Return the smallest block that contains this one and another one."""
+        starts = tuple(map(min, self.starts, other.starts))
+        ends = map(max, self._ends, other._ends)
+        return TensorBlock(starts, tuple(end - start for start, end in zip(starts, ends, strict=True)))
+
+    def common(self, other: "TensorBlock") -> "TensorBlock":
+        """Return the block that both contain; it has no elements if there is none."""
+        starts = tuple(map(max, self.starts, other.starts))
+        ends = map(min, self._ends, other._ends)
+        return TensorBlock(starts, tuple(max(0, end - start) for start, end in zip(starts, ends, strict=True)))
+
+    def inside(self, outer: "TensorBlock") -> "TensorBlock":
+        """Return the place of this block in a block that contains it."""
+        starts = tuple(start - first for start, first in zip(self.starts, outer.starts, strict=True))
+        return TensorBlock(starts, self.shape)
+
+    @property
+    def _ends(self) -> tuple[int, ...]:
+        return tuple(start + size for start, size in zip(self.starts, self.shape, strict=True))
+
+
+def whole_block(shape: Iterable[int]) -> TensorBlock:
+    """Return the block that is a whole tensor of a shape."""
+    shape = tuple(shape)
+    return TensorBlock((0,) * len(shape), shape)
+
+
+def block_here(tensor: torch.Tensor) -> TensorBlock:
+    """Return the block that this rank holds of a tensor; a tensor that is no DTensor is held whole.
+
+    Each axis of the mesh divides a dimension in chunks as `torch.chunk` makes them, from the first axis to the last.
+    FSDP divides after that, because it divides what tensor and expert parallelism leave.
+    """
+    from torch.distributed.tensor import DTensor, Shard  # slow to import, and the controller imports this file
+
+    starts, sizes = [0] * tensor.dim(), list(tensor.shape)
+    if isinstance(tensor, DTensor):
+        mesh, placements = tensor.device_mesh, list[Any](tensor.placements)
+        axes = [axis for axis, placement in enumerate(placements) if hasattr(placement, "dim")]
+        # The shards of FSDP, if another axis divides the same dimension, are no subclass of `Shard`.
+        for axis in sorted(axes, key=lambda axis: not isinstance(placements[axis], Shard)):
+            dim = placements[axis].dim
+            chunk = -(-sizes[dim] // mesh.size(axis))
+            first = min(sizes[dim], chunk * mesh.get_local_rank(axis))
+            starts[dim], sizes[dim] = starts[dim] + first, min(chunk, sizes[dim] - first)
+    return TensorBlock(tuple(starts), tuple(sizes))
