@@ -26,6 +26,7 @@ import torch
 from nemo_rl.config.schema.kits import VerifiersConfig
 from nemo_rl.data.messages.content import content_text
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, EpisodeStart
+from nemo_rl.host.boundary import Boundary, raised_as
 from nemo_rl.kits.adapters.packages import library
 from nemo_rl.utils.errors import ConfigError
 
@@ -170,11 +171,12 @@ class _Episode:
         _failures.set(failures)
         completions = SimpleNamespace(create=self._completion)
         client = SimpleNamespace(chat=SimpleNamespace(completions=completions))
-        try:
+        with Boundary(Exception) as caught:  # the environment is user code
             state = await environment.rollout(dict(row), client, _MODEL, {})
             if state["error"] is None:
                 await environment.rubric.score_rollout(state)
-        except Exception as error:  # boundary: the environment is user code
+        if caught:
+            error = caught.take()
             self.error = f"the environment raised {type(error).__name__}: {error}"
             return
         if state["error"] is not None:
@@ -203,12 +205,11 @@ def _loaded(config: VerifiersConfig) -> Any:
     place = f"env.verifiers.id={config.id!r}"
     if not hasattr(verifiers, "load_environment"):
         raise ConfigError("env.verifiers needs verifiers 0.1, whose environments a function load_environment makes.")
-    try:
-        with _signals_kept():
-            environment = verifiers.load_environment(config.id, **config.kwargs)
-            environment.get_eval_dataset()
-    except Exception as error:  # boundary: the environment is user code
-        raise ConfigError(f"{place} with kwargs={config.kwargs} cannot be loaded: {error}") from error
+    given = f"{place} with kwargs={config.kwargs}"
+    # the environment is user code
+    with raised_as(lambda error: ConfigError(f"{given} cannot be loaded: {error}")), _signals_kept():
+        environment = verifiers.load_environment(config.id, **config.kwargs)
+        environment.get_eval_dataset()
     if environment.message_type != "chat" or environment.oai_tools:
         needs = "tools" if environment.oai_tools else "plain completions"
         raise ConfigError(f"{place} needs {needs}, and the adapter passes on texts of a chat only.")
@@ -243,7 +244,7 @@ def _noted(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             value = function(*arguments, **keywords)
             return await value if inspect.isawaitable(value) else value
-        except Exception as error:  # boundary: the rubric is user code, and the package turns this into a reward of 0
+        except Exception as error:  # the package turns this into a reward of 0
             name = getattr(function, "__name__", repr(function))
             _failures.get().append(f"the reward function {name} raised {type(error).__name__}: {error}")
             raise

@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
 from nemo_rl.agents.programs.interfaces import AgentError, AgentTask
+from nemo_rl.host.boundary import raised_as
 from nemo_rl.utils.errors import ConfigError
 
 _EPISODES = 64
@@ -84,7 +85,8 @@ class _Environment:
 
     def __init__(self, package: Any, env: Mapping[str, Any], select: Mapping[str, Any] | None, key: str) -> None:
         self._package, self._place = package, f"{_PLACE}.{key}"
-        try:
+        cannot = f"{self._place}={dict(env)} with select={select} cannot be loaded"
+        with raised_as(lambda error: ConfigError(f"{cannot}: {error}")):  # the environment is user code
             self._config = package.resolve_env_config(_plain(env))
             taskset = package.load_environment(self._config).taskset.select(
                 package.SelectConfig(**_plain(select or {}))
@@ -92,8 +94,6 @@ class _Environment:
             if not taskset.bounded:
                 raise ValueError("the taskset is infinite; give a limit in `select`")
             self._tasks = list(taskset)
-        except Exception as error:  # boundary: the environment is user code
-            raise ConfigError(f"{self._place}={dict(env)} with select={select} cannot be loaded: {error}") from error
         if not self._tasks:
             raise ConfigError(f"{self._place}={dict(env)} with select={select} has no task.")
         _refuse_retries(package, self._config, self._place)

@@ -40,6 +40,7 @@ from nemo_rl.distributed.workers.lifetime import await_start, find_loss, first_l
 from nemo_rl.distributed.workers.logs import activity_of, stacks_of
 from nemo_rl.distributed.workers.results import PendingCall, WorkerSlot, explain_failure, gather
 from nemo_rl.distributed.workers.start_phases import WorkerPhase
+from nemo_rl.host.boundary import Boundary
 from nemo_rl.utils.errors import DeadlineExceededError, NodeLostError, RayDiedError, WorkerDiedError
 
 __all__ = ["MultiWorkerFuture", "RayWorkerBuilder", "RayWorkerGroup"]
@@ -427,11 +428,11 @@ class RayWorkerGroup:
         """
         clean = True
         if cleanup_method and not force and self._slots and self._cause_of_death is None:
-            try:
+            with Boundary(Exception) as caught:  # the processes must end even if cleanup fails
                 future = self.run_all_workers_single_data(cleanup_method)
                 self.get_all_worker_results(future, timeout, "cleanup")
-            except Exception as error:  # boundary: the processes must end even if cleanup fails
-                logger.warning("%s: %s failed: %s", self.name_prefix, cleanup_method, error)
+            if caught:
+                logger.warning("%s: %s failed: %s", self.name_prefix, cleanup_method, caught.take())
                 clean = False
         slots, self._slots = self._slots, []
         return kill_workers(slots) and clean

@@ -1,10 +1,9 @@
-"""Catch what the user's code raises, and describe it.
+"""Describe what the user's code raises.
 
 The code may raise anything, also exceptions that are no `Exception`, such as a `CancelledError` of a task of its own or
-`pytest.skip`. So callers catch `BaseException` and ask here whether it is theirs.
+`pytest.skip`. So callers run it inside a `Boundary(BaseException)`.
 """
 
-import asyncio
 import os
 import re
 import sys
@@ -13,6 +12,8 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from nemo_rl.host.boundary import Boundary
 
 MOST_LINES = 15
 """Most lines of a report."""
@@ -118,12 +119,6 @@ def _folders_of_others() -> list[Path]:
     return [_PACKAGE, *(Path(sysconfig.get_path(kind)) for kind in kinds), Path(sys.base_prefix) / "lib"]
 
 
-def raise_if_cancelled(error: BaseException) -> None:
-    """Raise a `CancelledError` again if it cancels the task that runs; return if the user's code raised it."""
-    if isinstance(error, asyncio.CancelledError) and _is_cancelled():
-        raise error
-
-
 def describe(error: BaseException) -> str:
     """Describe an error by its type, its text and the innermost line of the user's code, or else of any code."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -133,15 +128,6 @@ def describe(error: BaseException) -> str:
 
 
 def _text_of(error: BaseException) -> str:
-    try:
+    with Boundary(BaseException) as caught:  # the class may be the user's own
         return str(error)
-    except BaseException as problem:  # boundary: the class may be the user's own
-        return f"(its text raises {type(problem).__name__})"
-
-
-def _is_cancelled() -> bool:
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:  # a thread without an event loop
-        return False
-    return task is not None and task.cancelling() > 0
+    return f"(its text raises {type(caught.take()).__name__})"

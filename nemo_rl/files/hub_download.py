@@ -16,6 +16,7 @@ from huggingface_hub.errors import DryRunError
 from huggingface_hub.utils import WeakFileLock
 from tqdm import tqdm
 
+from nemo_rl.host.boundary import raised_as
 from nemo_rl.host.waiting_log import StillWaiting
 from nemo_rl.utils.errors import DownloadError
 
@@ -52,7 +53,15 @@ def download(
         "ignore_patterns": list(ignored) or None,
     }
     what = f"the download of the {kind} {name}"
-    try:
+
+    def failed(error: Exception) -> DownloadError:
+        return DownloadError(
+            f"{what[0].upper()}{what[1:]} from {constants.ENDPOINT} failed: {type(error).__name__}: {error}. What has "
+            "arrived is kept, and the same command continues. A private or gated repository needs a login (`hf auth "
+            "login`); without a network, use a folder with the files."
+        )
+
+    with raised_as(failed):  # the hub's HTTP library differs from version to version
         files = _files(name, wanted)
         missing = [file.file_size for file in files or () if file.will_download]
         if files and not missing:
@@ -60,12 +69,6 @@ def download(
             return Path(files[0].local_path).parents[len(Path(files[0].filename).parts) - 1]
         sizes = [size for size in missing if size is not None]
         return _download(name, wanted, what, sum(sizes) if sizes and len(sizes) == len(missing) else None)
-    except Exception as error:  # the hub's HTTP library differs from version to version
-        raise DownloadError(
-            f"{what[0].upper()}{what[1:]} from {constants.ENDPOINT} failed: {type(error).__name__}: {error}. What has "
-            "arrived is kept, and the same command continues. A private or gated repository needs a login (`hf auth "
-            "login`); without a network, use a folder with the files."
-        ) from error
 
 
 @contextmanager

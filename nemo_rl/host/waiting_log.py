@@ -10,7 +10,7 @@ from concurrent.futures import wait
 from types import TracebackType
 from typing import Self
 
-from nemo_rl.host.background import in_background
+from nemo_rl.host.boundary import in_background
 from nemo_rl.host.console_bars import Bar, shows_bars
 
 logger = logging.getLogger(__name__)

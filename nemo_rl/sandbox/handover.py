@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterable
 from typing import Self
 
-from nemo_rl.host.background import in_background
+from nemo_rl.host.boundary import in_background
 from nemo_rl.sandbox.scratch import read_files
 from nemo_rl.utils.errors import SandboxError
 

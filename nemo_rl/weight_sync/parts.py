@@ -11,7 +11,7 @@ of two ranks are equal or disjoint, and all of them together are the tensor.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -172,6 +172,29 @@ class Readable:
     held: Held
     read: Callable[[], list[torch.Tensor]]
     """Returns the values of its blocks."""
+
+
+class SharedReads[K: Hashable]:
+    """Reads each of several tensors once for all blocks of them, and keeps them until the last block is read.
+
+    Args:
+        read: reads a tensor.
+        uses: number of blocks of all tensors.
+    """
+
+    def __init__(self, read: Callable[[K], torch.Tensor], uses: int) -> None:
+        self._read, self._uses, self._left = read, uses, uses
+        self._kept: dict[K, torch.Tensor] = {}
+
+    def of(self, key: K) -> torch.Tensor:
+        """Return a tensor for one block of it."""
+        if key not in self._kept:
+            self._kept[key] = self._read(key)
+        found = self._kept[key]
+        self._left -= 1
+        if self._left == 0:
+            self._kept, self._left = {}, self._uses
+        return found
 
 
 class ReadableWeights:

@@ -38,6 +38,7 @@ from nemo_rl.data.interfaces import Message, TokenizerType
 from nemo_rl.data.messages.content import TextRules
 from nemo_rl.data.routed_experts import note_experts
 from nemo_rl.experience.trajectory import Ending, RolloutLimits
+from nemo_rl.host.boundary import Boundary
 from nemo_rl.models.generation.interfaces import (
     GenerationInterface,
     GenerationRequest,
@@ -367,12 +368,10 @@ class AgentSession:
 
     def _prompt(self, request: CallRequest) -> Prompt:
         """Render a request."""
-        try:
+        with Boundary(Exception) as caught:  # templates raise errors of any kind for messages that are not theirs
             return self._prompts.prompt(request, self.tree)
-        except DataError as error:
-            reason = str(error)
-        except Exception as error:  # boundary: templates raise errors of any kind for messages that are not theirs
-            reason = f"{type(error).__name__}: {error}"
+        error = caught.take()
+        reason = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
         raise CallError(400, f"The messages cannot be rendered: {reason}", "invalid_messages", "messages")
 
     async def _sampled(

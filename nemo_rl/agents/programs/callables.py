@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, override
 
 from nemo_rl.agents.programs.interfaces import AgentError, AgentProgram, AgentResult, AgentTask, read_result, too_slow
-from nemo_rl.environments.user_errors import describe, raise_if_cancelled
-from nemo_rl.host.background import in_background
+from nemo_rl.environments.user_errors import describe
+from nemo_rl.host.boundary import Boundary, in_background
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.imports import import_dotted
 from nemo_rl.utils.named_parts import fitting_arguments
@@ -57,12 +57,12 @@ class CallableProgram(AgentProgram):
         value, error = running.result()
         if error is not None:
             raise AgentError(error)
-        try:
+        with Boundary(BaseException) as caught:  # the value may be of the user's own class
             return read_result(value)
-        except ValueError as problem:
-            raise AgentError(f"the program {self._name} failed: {problem}") from None
-        except BaseException as problem:  # boundary: the value may be of the user's own class
-            raise AgentError(f"the value of the program {self._name} cannot be read: {describe(problem)}") from None
+        problem = caught.take()
+        if isinstance(problem, ValueError):
+            raise AgentError(f"the program {self._name} failed: {problem}")
+        raise AgentError(f"the value of the program {self._name} cannot be read: {describe(problem)}")
 
     async def shutdown(self) -> None:
         """Call the method `shutdown` of an object that has one."""
@@ -76,21 +76,18 @@ class CallableProgram(AgentProgram):
 
         Exceptions are not passed on, because the event loop ends with some of them.
         """
-        try:
+        with Boundary(BaseException) as caught:  # the program is the user's own code
             if self._is_async:
                 return await self._call(task, **self._kwargs), None
             thread = in_background(lambda: self._returned(task), f"agent {self._name}")
             value, error = await asyncio.shield(asyncio.wrap_future(thread))  # a thread cannot be cancelled
             return (await value if inspect.isawaitable(value) else value), error
-        except BaseException as error:  # boundary: the program is the user's own code
-            raise_if_cancelled(error)
-            return None, _described(error)
+        return None, _described(caught.take())
 
     def _returned(self, task: AgentTask) -> tuple[Any, str | None]:
-        try:
+        with Boundary(BaseException) as caught:  # the program is the user's own code
             return self._call(task, **self._kwargs), None
-        except BaseException as error:  # boundary: the program is the user's own code
-            return None, _described(error)
+        return None, _described(caught.take())
 
 
 def find_program(path: str, kwargs: Mapping[str, Any]) -> tuple[Callable[..., Any], Mapping[str, Any]]:

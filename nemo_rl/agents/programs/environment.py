@@ -35,6 +35,7 @@ from nemo_rl.config.schema.agents import AgentEnvironmentConfig, AgentKeys
 from nemo_rl.config.schema.kits import GraderConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, EpisodeStart
 from nemo_rl.environments.user_errors import describe
+from nemo_rl.host.boundary import Boundary
 from nemo_rl.kits.tools.grader import Grader, check_grader
 from nemo_rl.kits.tools.vllm import CallParser, ReasoningReader, load_parsers
 from nemo_rl.utils.errors import ConfigError, NemoRLError
@@ -163,13 +164,13 @@ class ProgramEnvironment(EnvironmentInterface[dict[str, Any]]):
         (given,) = metadata
         row = {name: value for name, value in given.items() if name != AGENT}
         task, started = self._task(given[AGENT], row), time.perf_counter()
-        try:
+        with Boundary(Exception) as caught:  # programs and graders are user code, and the key must not be logged
             result = _without_key(await self._program.run(task), task)
             graded = await self._graded(task, row, result)
-        except (AgentError, NemoRLError, OSError) as error:
-            return _failed(row, task, str(error))
-        except Exception as error:  # boundary: programs and graders are user code, and the key must not be logged
-            return _failed(row, task, describe(error))
+        if caught:
+            error = caught.take()
+            has_reason = isinstance(error, AgentError | NemoRLError | OSError)
+            return _failed(row, task, str(error) if has_reason else describe(error))
         played = {"seconds": time.perf_counter() - started, "metrics": dict(result.metrics), "row": graded.row}
         row |= {PLAYED: played, **({CALL_REWARDS: dict(result.call_rewards)} if result.call_rewards else {})}
         return _episode(row, graded, None, with_answer=return_extracted_answer)

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
+from nemo_rl.host.boundary import Boundary
+
 _KEYS = ("reward", "answer", "metrics", "call_rewards")
 _SHOWN_CHARS = 65536
 """Characters of a value in an error; `environment` cuts it to fewer after it has replaced the key."""
@@ -87,10 +89,10 @@ def finite_number(value: Any, key: str) -> float:
 
 
 def _shown(value: Any) -> str:
-    try:
+    with Boundary(Exception) as caught:  # the class may be the user's own
         text = repr(value)
-    except Exception as error:  # boundary: the class may be the user's own
-        return f"a {type(value).__name__} whose text raises {type(error).__name__}"
+    if caught:
+        return f"a {type(value).__name__} whose text raises {type(caught.take()).__name__}"
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]} ..."
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from nemo_rl.host.boundary import raised_as
 from nemo_rl.models.generation.interfaces import (
     Engine,
     GenerationRequest,
@@ -198,6 +199,10 @@ def shown(request: GenerationRequest) -> str:
 _numbers = itertools.count()
 
 
+def _raises_itself(error: Exception) -> ContractError:
+    return ContractError(f"generate raises {error!r} itself, and must return an awaitable that does")
+
+
 def start(
     engine: Engine, requests: Iterable[GenerationRequest]
 ) -> tuple[list[str], list[asyncio.Future[GenerationResult]]]:
@@ -210,10 +215,8 @@ def start(
     answers: list[asyncio.Future[GenerationResult]] = []
     for request in requests:
         ids.append(f"conformance-{next(_numbers)}")
-        try:
+        with raised_as(_raises_itself):  # an engine may raise anything
             answers.append(asyncio.ensure_future(engine.generate(ids[-1], request)))
-        except Exception as error:
-            raise ContractError(f"generate raises {error!r} itself, and must return an awaitable that does") from error
     return ids, answers
 
 

@@ -33,6 +33,7 @@ from nemo_rl.commands.conformance.properties import (
     update,
     update_in_flight,
 )
+from nemo_rl.host.boundary import Boundary, raised_as
 from nemo_rl.models.generation.interfaces import Engine, EngineSettings
 from nemo_rl.models.generation.registry import engine_kind, make_engine
 
@@ -101,15 +102,16 @@ async def check_property(engine: Engine, case: Case, name: str) -> None:
     """
     if name in case.exempt:
         raise NotOffered(case.exempt[name])
+
+    def broken(error: Exception) -> ContractError:
+        return ContractError(f"{name}: the engine raised {type(error).__name__}: {error}")
+
     try:
-        async with asyncio.timeout(case.deadline_s):
-            await PROPERTIES[name](engine, case)
+        with raised_as(broken, but=(ContractError, NotOffered, TimeoutError)):  # an engine may raise anything
+            async with asyncio.timeout(case.deadline_s):
+                await PROPERTIES[name](engine, case)
     except TimeoutError:
         raise ContractError(f"{name}: no end within {case.deadline_s:g} s") from None
-    except (ContractError, NotOffered):
-        raise
-    except Exception as error:
-        raise ContractError(f"{name}: the engine raised {type(error).__name__}: {error}") from error
 
 
 async def check_all(engine: Engine, case: Case, report: Report, names: Iterable[str] = PROPERTIES) -> Report:
@@ -188,10 +190,10 @@ def _serve(pipe: Connection, settings: EngineSettings, case: Case, names: Sequen
         for name in names:
             pipe.send(await check_all(engine, case, Report(settings.backend), [name]))
 
-    try:
+    with Boundary(Exception) as caught:  # whatever the engine raises is what the report says of it
         asyncio.run(serve())
-    except Exception:  # whatever the engine raises is what the report says of it
-        pipe.send(traceback.format_exc())
+    if caught:
+        pipe.send("".join(traceback.format_exception(caught.take())))
 
 
 def table(reports: Sequence[Report]) -> str:

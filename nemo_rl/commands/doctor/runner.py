@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from nemo_rl.commands.doctor.checks import Check, Finding, Status, ok, skipped
-from nemo_rl.host.background import in_background
+from nemo_rl.host.boundary import in_background
 from nemo_rl.launch.checks import Passed, logs_of_library
 from nemo_rl.utils.errors import NemoRLError
 

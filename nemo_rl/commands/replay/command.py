@@ -50,18 +50,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Repeat the step and show the result; return the exit status."""
     from nemo_rl.commands.replay.run import replay
+    from nemo_rl.host.boundary import raised_as
     from nemo_rl.launch import command_line
     from nemo_rl.utils.errors import NemoRLError, ReplayError
 
+    def failed(error: Exception) -> ReplayError:
+        if not isinstance(error, NemoRLError):
+            logger.error("The replay failed.", exc_info=error)
+        return ReplayError(f"step {arguments.step} cannot be repeated: {type(error).__name__}: {error}")
+
     def work() -> int:
         command_line.look_in_the_current_folder()
-        try:
+        with raised_as(failed, but=(ReplayError,)):  # status 1 is a step that differs, and no failure of the replay
             return replay(arguments, sys.stdout)
-        except ReplayError:
-            raise
-        except Exception as error:  # boundary: status 1 is a step that differs, and no failure of the replay itself
-            if not isinstance(error, NemoRLError):
-                logger.error("The replay failed.", exc_info=error)
-            raise ReplayError(f"step {arguments.step} cannot be repeated: {type(error).__name__}: {error}") from error
 
     return command_line.exit_status(work)

@@ -15,6 +15,7 @@ from nemo_rl.commands.report.curves import Curves, phases_of
 from nemo_rl.commands.report.findings import find
 from nemo_rl.commands.report.run_files import RunFiles
 from nemo_rl.commands.report.samples import COLUMNS, READ_ERRORS, SampleIndex
+from nemo_rl.host.boundary import Boundary
 
 logger = logging.getLogger(__name__)
 
@@ -61,11 +62,10 @@ def _load(run: RunFiles) -> Tokenizer | None:
             path = try_to_load_from_cache(name, _FILE)
         except ValueError:  # no name of a model
             path = None
-    try:
+    with Boundary(Exception) as caught:  # tokenizers raises plain exceptions for missing and damaged files
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # boundary: tokenizers raises plain exceptions for missing and damaged files
-        logger.info("Tokens are shown as numbers: %s of %s cannot be read (%s).", _FILE, name, error)
-        return None
+    logger.info("Tokens are shown as numbers: %s of %s cannot be read (%s).", _FILE, name, caught.take())
+    return None
 
 
 _SHOWN_KEYS = {

@@ -17,7 +17,7 @@ from nemo_rl.config.schema.algorithms.rollout_training import RolloutTrainingCon
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.logger import LoggerConfig, MlflowConfig
 from nemo_rl.config.schema.model.policy import PolicyConfig
-from nemo_rl.host.background import in_background
+from nemo_rl.host.boundary import in_background
 from nemo_rl.utils.errors import ConfigError
 
 _INSTALL = {

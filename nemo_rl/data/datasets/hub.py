@@ -12,6 +12,7 @@ from nemo_rl.config import DatasetConfig
 from nemo_rl.data.datasets.arithmetic import VALIDATION
 from nemo_rl.data.datasets.rows.readers import RowTable, is_file_path, read_file, table_of
 from nemo_rl.files.hub_download import download
+from nemo_rl.host.boundary import raised_as
 from nemo_rl.utils.errors import DataError, DownloadError
 
 if TYPE_CHECKING:
@@ -67,7 +68,21 @@ def _load_hub(path: str, subset: str | None, split: str, section: str) -> "datas
 
     folder = Path(path).expanduser()
     key = "data_path" if section.partition(".")[0] == "data" else "dataset_name"
-    try:
+
+    def unloadable(error: Exception) -> DataError:
+        hint = (
+            "The files of the folder must belong together as in a hub repository."
+            if folder.is_dir()
+            else f"Without network, set {section}.{key} to a local copy: a file, or a "
+            "folder with the files of the hub repository."
+        )
+        cause = f" ({error.__cause__})" if error.__cause__ and not isinstance(error, DownloadError) else ""
+        return DataError(
+            f"data set {path!r} (subset {subset}, split {split!r}) cannot be loaded: "
+            f"{type(error).__name__}: {error}{cause}. {hint}"
+        )
+
+    with raised_as(unloadable):  # for a broken connection, what `datasets` raises is an error of an HTTP library
         if (folder / "dataset_dict.json").is_file():
             return datasets.load_from_disk(str(folder))[split]
         if (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file():
@@ -78,18 +93,6 @@ def _load_hub(path: str, subset: str | None, split: str, section: str) -> "datas
         _download_files(builder)
         builder.download_and_prepare()
         return builder.as_dataset(split=split)
-    except Exception as error:  # for a broken connection, what `datasets` raises is an error of an HTTP library
-        hint = (
-            "The files of the folder must belong together as in a hub repository."
-            if folder.is_dir()
-            else f"Without network, set {section}.{key} to a local copy: a file, or a "
-            "folder with the files of the hub repository."
-        )
-        cause = f" ({error.__cause__})" if error.__cause__ and not isinstance(error, DownloadError) else ""
-        raise DataError(
-            f"data set {path!r} (subset {subset}, split {split!r}) cannot be loaded: "
-            f"{type(error).__name__}: {error}{cause}. {hint}"
-        ) from error
 
 
 def _download_files(builder: "datasets.DatasetBuilder") -> None:

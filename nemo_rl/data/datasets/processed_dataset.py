@@ -28,7 +28,7 @@ from nemo_rl.data.interfaces import (
     TokenizerType,
 )
 from nemo_rl.data.messages.conversations import cut_to_stub
-from nemo_rl.host.time_limit import time_limit
+from nemo_rl.host.boundary import Boundary, time_limit
 from nemo_rl.utils.errors import DataError, DeadlineExceededError
 
 logger = logging.getLogger(__name__)
@@ -92,12 +92,11 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         """
         if self.stand_in is None:
             return self._process(idx)
-        try:
+        with Boundary(Exception) as caught:  # chat template and processor may be the user's own code
             return self._process(idx)
-        except Exception as error:  # of the chat template, the tokenizer or the user's own processor
-            datum = copy.deepcopy(self.stand_in)
-            datum["idx"], datum["fault"] = idx, _reason(error)
-            return datum
+        datum = copy.deepcopy(self.stand_in)
+        datum["idx"], datum["fault"] = idx, _reason(caught.take())
+        return datum
 
     def leave_out_unusable(self, num_tried: int, *, over_long: bool) -> list[BadRow]:
         """Process the first rows now and leave out those that cannot be used; later ones are replaced by `stand_in`.
@@ -116,11 +115,12 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         num_weightless = 0
         num_tried = min(num_tried, len(self))
         for idx in range(num_tried):
-            try:
+            with Boundary(Exception) as caught:  # chat template and processor may be the user's own code
                 datum = self._process(idx)
-            except DeadlineExceededError as error:
-                raise DataError(f"{BadRow(*self.place(idx), str(error))}: {error}.") from None
-            except Exception as error:  # of the chat template, the tokenizer or the user's own processor
+            if caught:
+                error = caught.take()
+                if isinstance(error, DeadlineExceededError):
+                    raise DataError(f"{BadRow(*self.place(idx), str(error))}: {error}.")
                 bad[idx] = BadRow(*self.place(idx), _reason(error))
                 continue
             self.stand_in = self.stand_in or datum

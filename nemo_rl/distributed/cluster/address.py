@@ -10,7 +10,7 @@ import subprocess
 import sys
 from functools import partial
 
-from nemo_rl.host.background import in_background
+from nemo_rl.host.boundary import in_background
 from nemo_rl.utils.addresses import VARIABLE, cluster_address
 from nemo_rl.utils.errors import ConfigError
 

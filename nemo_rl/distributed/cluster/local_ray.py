@@ -29,6 +29,7 @@ from ray._private import utils as ray_utils
 from ray._private.node import Node
 
 from nemo_rl.distributed.cluster.start_checks import own_ray_folder, ray_folder, require_startable_ray
+from nemo_rl.host.boundary import Boundary
 from nemo_rl.host.capacity import machine_bytes
 from nemo_rl.host.processes import is_stopped
 from nemo_rl.host.stop_signals import result_with_handlers
@@ -266,10 +267,10 @@ def connected_within(start: Callable[[], Any], timeout_s: float, what: str, advi
     started: Future[Any] = Future()
 
     def run() -> None:
-        try:
+        with Boundary(BaseException) as caught:  # the caller raises it
             started.set_result(start())
-        except BaseException as error:
-            started.set_exception(error)
+        if caught:
+            started.set_exception(caught.take())
         else:
             threading.Event().wait()
 
@@ -294,11 +295,10 @@ def _is_unexpected(record: logging.LogRecord) -> bool:
 def _init_patiently(**arguments: Any) -> Any:
     """Call `ray.init`, again if it fails: on a busy machine Ray's deadlines for its parts (15 s) are too short."""
     for attempt in range(1, _START_ATTEMPTS + 1):
-        try:
+        with Boundary(Exception) as caught:  # Ray raises a plain Exception
             return ray.init(**arguments)
-        except Exception as failure:  # boundary: Ray raises a plain Exception
-            _end_half_started(failure)
-            reason = failure
+        reason = caught.take()
+        _end_half_started(reason)
         if isinstance(reason, OSError) and not isinstance(reason, ConnectionError | TimeoutError):
             break  # a full or read-only disk does not change before the next attempt
         logger.warning("Ray did not start (attempt %d of %d): %s", attempt, _START_ATTEMPTS, reason)

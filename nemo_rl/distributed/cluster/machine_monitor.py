@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nemo_rl.config import LoggerConfig
 from nemo_rl.distributed.cluster.node_choice import living_nodes
+from nemo_rl.host.boundary import Boundary
 from nemo_rl.host.machine_load import MachineLoad
 from nemo_rl.utils.addresses import cluster_address
 
@@ -172,10 +173,10 @@ class MachineMonitor:
                     pass
 
     def _collect(self, began: float) -> None:
-        try:
+        with Boundary(Exception) as caught:  # no failure of a reading may end or disturb the run
             nodes = self.readings()
-        except Exception as error:  # boundary: no failure of a reading may end or disturb the run
-            self._tell_once("read", error)
+        if caught:
+            self._tell_once("read", caught.take())
             return
         found = {f"node.{number}.{name}": value for number, load in nodes.items() for name, value in load.items()}
         if found:
@@ -189,10 +190,10 @@ class MachineMonitor:
             if not self._kept:
                 return False
             seconds, found = self._kept.pop(0)
-        try:
+        with Boundary(Exception) as caught:  # the libraries of trackers raise errors of any kind
             self.metrics.log_metrics(found, seconds, PREFIX, STEP_METRIC)
-        except Exception as error:  # boundary: the libraries of trackers raise errors of any kind
-            self._tell_once("logged", error)
+        if caught:
+            self._tell_once("logged", caught.take())
         return True
 
     def _tell_once(self, what: str, error: Exception) -> None:

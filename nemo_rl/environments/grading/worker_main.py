@@ -16,6 +16,7 @@ from inspect import signature
 from typing import Any, TextIO
 
 from nemo_rl.environments.grading.grade import Verifier, load_verifier
+from nemo_rl.host.boundary import Boundary
 from nemo_rl.host.processes import die_with_parent, limit_memory
 
 _MAX_ERROR_CHARS = 1000
@@ -26,10 +27,10 @@ def main(verifier_name: str, parent_pid: int, memory_limit_mb: int) -> int:
     die_with_parent(parent_pid)
     limit_memory(memory_limit_mb)  # so that an answer like 10^10^10 ends in a MemoryError
     requests, replies = _take_over_pipes()
-    try:
+    with Boundary(Exception) as caught:  # the verifier may be the user's own code
         verifier = load_verifier(verifier_name)
-    except Exception as error:  # boundary: the verifier may be the user's own code
-        _send(replies, json.dumps({"fatal": _describe(error)}))
+    if caught:
+        _send(replies, json.dumps({"fatal": _describe(caught.take())}))
         return 1
     _send(replies, json.dumps({"ready": True}))
     for line in requests:
@@ -39,12 +40,11 @@ def main(verifier_name: str, parent_pid: int, memory_limit_mb: int) -> int:
 
 def _judge(verifier: Verifier, request: dict[str, Any]) -> str:
     """Run the verifier and return its result as JSON, or the error that it raised."""
-    try:
+    with Boundary(Exception) as caught:  # the verifier may be the user's own code
         more = {"prompt": request["prompt"]} if "prompt" in signature(verifier).parameters else {}
         verified = verifier(request["response"], request["ground_truth"], **more)
         return json.dumps({"reward": verified.reward, "extracted_answer": verified.extracted_answer})
-    except Exception as error:  # boundary: see above
-        return json.dumps({"error": _describe(error)})
+    return json.dumps({"error": _describe(caught.take())})
 
 
 def _describe(error: BaseException) -> str:

@@ -32,7 +32,7 @@ from nemo_rl.environments.interfaces import (
     check_message,
     split_return,
 )
-from nemo_rl.environments.user_errors import describe, raise_if_cancelled
+from nemo_rl.environments.user_errors import describe
 from nemo_rl.environments.workers.loading import (
     EnvironmentClass,
     EnvironmentTraits,
@@ -42,6 +42,7 @@ from nemo_rl.environments.workers.loading import (
     step_concurrency,
 )
 from nemo_rl.environments.workers.process_guard import guard_process
+from nemo_rl.host.boundary import Boundary
 from nemo_rl.host.processes import end_descendants
 
 logger = logging.getLogger(__name__)
@@ -85,24 +86,20 @@ class _Calls:
         if len(metadata) == 1:
             return [await self._step_one(message_logs[0], metadata[0])]
         untouched = copy.deepcopy((message_logs, metadata))
-        try:
+        with Boundary(BaseException) as caught:  # the environment is user code
             return await self.step_batch(message_logs, metadata)
-        except BaseException as error:  # boundary: the environment is user code
-            raise_if_cancelled(error)
-            logger.warning(
-                "%s raised for a batch of %d; stepping each sample alone: %s",
-                type(self._env).__name__,
-                len(metadata),
-                _describe(error),
-            )
+        logger.warning(
+            "%s raised for a batch of %d; stepping each sample alone: %s",
+            type(self._env).__name__,
+            len(metadata),
+            _describe(caught.take()),
+        )
         return [await self._step_one(log, item) for log, item in zip(*untouched, strict=True)]
 
     async def _step_one(self, message_log: Any, metadata: Any) -> StepResult:
-        try:
+        with Boundary(BaseException) as caught:  # the environment is user code
             return (await self.step_batch([message_log], [copy.deepcopy(metadata)]))[0]
-        except BaseException as error:  # boundary: the environment is user code
-            raise_if_cancelled(error)
-            return StepResult.failed(_describe(error), metadata)
+        return StepResult.failed(_describe(caught.take()), metadata)
 
     async def step_batch(self, message_logs: list[Any], metadata: list[Any]) -> list[StepResult]:
         """Step B samples; raise what the environment raises."""
@@ -112,25 +109,20 @@ class _Calls:
 
     async def open_one(self, metadata: Any) -> EpisodeStart[Any]:
         """Open an episode; one that raises gets an error."""
-        try:
+        with Boundary(BaseException) as caught:  # the environment is user code
             start = await self._outcome(self._env.open_episode, copy.deepcopy(metadata))
             if not isinstance(start, EpisodeStart):
                 raise TypeError(f"open_episode returned {type(start).__name__}, not an EpisodeStart")
             if start.observation is not None:
                 check_message(start.observation, "EpisodeStart.observation")
             return start
-        except BaseException as error:  # boundary: the environment is user code
-            raise_if_cancelled(error)
-            return EpisodeStart(metadata, error=_describe(error))
+        return EpisodeStart(metadata, error=_describe(caught.take()))
 
     async def close_one(self, metadata: Any) -> str | None:
         """Close an episode; return its error, or None."""
-        try:
+        with Boundary(BaseException) as caught:  # the environment is user code
             await self._outcome(self._env.close_episode, metadata)
-        except BaseException as error:  # boundary: the environment is user code
-            raise_if_cancelled(error)
-            return _describe(error)
-        return None
+        return _describe(caught.take()) if caught else None
 
     async def post_process(self, batch: BatchedDataDict[Any]) -> tuple[BatchedDataDict[Any], Metrics]:
         """Pass the batch to the environment, with tensors that it may write; return its `rewards` and metrics.

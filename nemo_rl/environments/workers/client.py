@@ -40,6 +40,7 @@ from nemo_rl.environments.interfaces import EnvironmentInterface, EpisodeStart, 
 from nemo_rl.environments.workers.actor import host_of
 from nemo_rl.environments.workers.loading import EnvironmentClass, launch_environment_actor, plain_env_class, traits_of
 from nemo_rl.environments.workers.supervision import SupervisedActor, answer_of, construction_error, death_in_short
+from nemo_rl.host.boundary import Boundary
 from nemo_rl.utils.errors import ConfigError, WorkerDiedError
 
 if TYPE_CHECKING:
@@ -316,9 +317,10 @@ class EnvironmentClient:
 
     async def _run(self, batch: list[_Waiting]) -> None:
         """Give each waiting coroutine its result, or the exception that stops the run."""
-        try:
+        with Boundary(Exception) as caught:  # each waiting coroutine raises it
             results = await self._together("step", [waiting.call for waiting in batch])
-        except Exception as error:  # relay: each waiting coroutine raises it
+        if caught:
+            error = caught.take()
             for waiting in batch:
                 if not waiting.future.done():
                     waiting.future.set_exception(error)

@@ -24,6 +24,7 @@ from nemo_rl.experience.idle_shares import BusySeconds
 from nemo_rl.experience.runners.groups import FinishedGroups, GroupError, GroupTask
 from nemo_rl.experience.runners.stored import located
 from nemo_rl.experience.trajectory import Rollouts
+from nemo_rl.host.boundary import Boundary
 
 _AGAIN_S = 1.0
 """Seconds after which a call that did not reach the actor is made again."""
@@ -151,11 +152,11 @@ class GroupExchange:
         if not numbers and not given_up:
             return
         tasks = [(number, self._open[number].task) for number in numbers]
-        try:
+        with Boundary(Exception) as caught:  # a prompt's row may hold any object
             call = self._handle.submit.remote(tasks, given_up, self._weight_version())
-        except Exception as failure:  # boundary: a prompt's row may hold any object
+        if caught:
             self._given_up = given_up
-            self._fail(numbers, failure)
+            self._fail(numbers, caught.take())
             return
         check = asyncio.get_running_loop().create_task(self._check(call, numbers, given_up))
         self._checks.add(check)
@@ -163,16 +164,16 @@ class GroupExchange:
 
     async def _check(self, call: "ray.ObjectRef[None]", numbers: Sequence[int], given_up: Sequence[int]) -> None:
         """Check that the actor accepted a call, and send it again if not; `serve` handles a dead actor."""
-        try:
+        with Boundary(Exception) as caught:  # any failure of the call fails its groups
             await asyncio.wrap_future(call.future())
-        except ActorUnavailableError:
+            return
+        failure = caught.take()
+        if isinstance(failure, ActorUnavailableError):
             await asyncio.sleep(_AGAIN_S)
             self._outbox += numbers
             self._given_up += given_up
             self._send_soon()
-        except WORKER_DEATHS:
-            return
-        except Exception as failure:  # boundary: any failure of the call fails its groups
+        elif not isinstance(failure, WORKER_DEATHS):
             self._fail(numbers, failure)
 
     def _fail(self, numbers: Sequence[int], failure: Exception) -> None:

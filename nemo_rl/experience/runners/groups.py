@@ -22,6 +22,7 @@ from nemo_rl.experience.idle_shares import BusySeconds
 from nemo_rl.experience.rollouts import RolloutKey
 from nemo_rl.experience.runners.stored import split
 from nemo_rl.experience.trajectory import Rollouts, Trajectory
+from nemo_rl.host.boundary import Boundary
 from nemo_rl.models.generation.interfaces import SamplingParams
 
 _TOKENS_OF_A_CALL = 1_000_000
@@ -57,18 +58,15 @@ class GroupError:
     def of(cls, error: Exception) -> "GroupError":
         """Prepare an exception for sending."""
         text = "".join(traceback.format_exception(error))
-        try:
+        with Boundary(Exception):  # an exception may hold any object
             return cls(cloudpickle.dumps(error), text)
-        except Exception:  # boundary: an exception may hold any object
-            return cls(b"", text)
+        return cls(b"", text)
 
     def exception(self) -> Exception:
         """Return the exception, with its traceback as a note; if it cannot be unpickled, a `RuntimeError` with it."""
-        try:
+        with Boundary(Exception) as caught:  # an exception may need arguments or modules that are not here
             error = pickle.loads(self.pickled)
-        except Exception:  # boundary: an exception may need arguments or modules that are not here
-            return RuntimeError(f"A rollout runner raised an error that cannot be sent:\n{self.text}")
-        if not isinstance(error, Exception):
+        if caught or not isinstance(error, Exception):
             return RuntimeError(f"A rollout runner raised an error that cannot be sent:\n{self.text}")
         error.add_note(f"Raised in a rollout runner:\n{self.text}")
         return error
@@ -115,14 +113,16 @@ class OpenGroups:
             running.cancel()
 
     async def _finish(self, number: int, task: GroupTask) -> None:
+        outcome: Rollouts | Exception
         try:
-            outcome: Rollouts | Exception = await self._play(task)
+            with Boundary(Exception) as caught:  # the driver raises it
+                outcome = await self._play(task)
+            if caught:
+                outcome = caught.take()
         except asyncio.CancelledError:
             if number not in self._running:
                 raise  # given up
             outcome = RuntimeError("A part of the group was cancelled in the rollout runner.")
-        except Exception as failure:  # boundary: the driver raises it
-            outcome = failure
         self._running.pop(number, None)
         self._finished.append((number, task.key.phase, outcome))
         self._has_news.set()
@@ -153,10 +153,9 @@ def for_driver(
     Returns:
         The groups, and the tokens of those to train on; None instead of tokens if no group is to be trained on.
     """
-    try:
+    with Boundary(Exception):  # texts and metadata come from environments
         return _packed(taken, reads_collections)
-    except Exception:  # boundary: texts and metadata come from environments
-        return _packed([_sendable(each, reads_collections) for each in taken], reads_collections)
+    return _packed([_sendable(each, reads_collections) for each in taken], reads_collections)
 
 
 def _packed(
@@ -181,11 +180,9 @@ def _sendable(
     taken: tuple[int, str, Rollouts | Exception], reads_collections: bool
 ) -> tuple[int, str, Rollouts | Exception]:
     """Return a finished group, or in its place the error with which it cannot be sent."""
-    try:
+    with Boundary(Exception) as caught:  # texts and metadata come from environments
         _packed([taken], reads_collections)
-    except Exception as failure:  # boundary: texts and metadata come from environments
-        return taken[0], taken[1], failure
-    return taken
+    return (taken[0], taken[1], caught.take()) if caught else taken
 
 
 def _sent(sample: Trajectory) -> Trajectory:

@@ -24,6 +24,7 @@ from nemo_rl.data.messages.encoding import encode_text, render_chat, with_bos
 from nemo_rl.data.messages.observations import template_message
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.workers.results import WORKER_DEATHS
+from nemo_rl.host.boundary import Boundary
 from nemo_rl.kits.judges.places import places_of
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.errors import DataError, DeadlineExceededError, WorkerDiedError
@@ -133,14 +134,14 @@ class JoinedPasses:
         """Score rows together; if that fails, one by one."""
         self.num_passes += 1
         self.num_rows += len(batch)
-        try:
+        with Boundary(Exception) as caught:  # each waiting sample gets the error of its own row
             scores = await asyncio.to_thread(self._scores, [waiting.row for waiting in batch])
-        except Exception as error:  # relay: each waiting sample gets the error of its own row
+        if caught:
             if len(batch) > 1:
                 for waiting in batch:
                     await self._pass([waiting])
             elif not batch[0].score.done():
-                batch[0].score.set_exception(error)
+                batch[0].score.set_exception(caught.take())
             return
         for waiting, score in zip(batch, scores, strict=True):
             if not waiting.score.done():

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, override
 
+from nemo_rl.host.boundary import Boundary
 from nemo_rl.kits.tools.found import FoundTools
 from nemo_rl.kits.tools.interfaces import OpenTools, ToolOutput, ToolSource, text_of_error, text_of_output
 
@@ -101,12 +102,14 @@ async def _on_thread[T](call: Callable[[], T]) -> T:
             give(value)
 
     def run() -> None:
-        try:
+        outcome: Any
+        give: Callable[[Any], None]
+        with Boundary(BaseException) as caught:  # the tool is user code; the caller raises it
             outcome, give = call(), future.set_result
-        except BaseException as error:  # boundary: the tool is user code; the caller raises it
-            outcome, give = error, future.set_exception  # type: ignore[assignment]
-            if isinstance(error, StopIteration | KeyboardInterrupt):
-                outcome = RuntimeError(f"{type(error).__name__}: {error}")  # type: ignore[assignment]
+        if caught:
+            outcome, give = caught.take(), future.set_exception
+            if isinstance(outcome, StopIteration | KeyboardInterrupt):
+                outcome = RuntimeError(f"{type(outcome).__name__}: {outcome}")
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, give, outcome)
 

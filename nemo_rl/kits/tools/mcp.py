@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, override
 
+from nemo_rl.host.boundary import Boundary, raised_as
 from nemo_rl.kits.tools.interfaces import OpenTools, ToolOutput, ToolSource, ToolSpec, cut_to_bytes, text_of_error
 from nemo_rl.utils.errors import ConfigError
 
@@ -71,10 +72,9 @@ class McpTools(ToolSource):
         what = f"the MCP server {' '.join(self._command)!r}"
         server = await self._started()
         try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                listed = (await server.client.list_tools()).tools
-        except Exception as error:  # boundary: the server is another program
-            raise ConfigError(f"{what} does not list its tools: {error!r}.") from error
+            with raised_as(lambda error: ConfigError(f"{what} does not list its tools: {error!r}.")):
+                async with asyncio.timeout(START_TIMEOUT_S):  # the server is another program
+                    listed = (await server.client.list_tools()).tools
         finally:
             await server.stop()
         if not listed:
@@ -144,13 +144,13 @@ class _OpenMcp(OpenTools):
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolOutput:
         if self._server.has_ended:
             return ToolOutput(f"Error: {name}: its server has ended.", "error")
-        try:
+        with Boundary(Exception) as caught:  # the server is another program
             async with asyncio.timeout(self._timeout_s) as deadline:
                 result = await self._server.client.call_tool(name, arguments)
-        except Exception as error:  # boundary: the server is another program
+        if caught:
             if deadline.expired():
                 return ToolOutput(f"Error: {name} gave no answer in {self._timeout_s:g} s", "timeout")
-            return ToolOutput(text_of_error(error), "error")
+            return ToolOutput(text_of_error(caught.take()), "error")
         texts = [getattr(part, "text", f"[{part.type}]") for part in result.content]
         return ToolOutput(cut_to_bytes("\n".join(texts), self._max_bytes), "error" if result.is_error else None)
 

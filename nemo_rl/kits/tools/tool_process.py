@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from nemo_rl.host.boundary import Boundary
 from nemo_rl.host.processes import die_with_parent, limit_memory
 from nemo_rl.kits.tools.found import FoundTools, find_tools
 from nemo_rl.kits.tools.interfaces import text_of_error, text_of_output
@@ -29,12 +30,12 @@ def main(parent_pid: int) -> int:
     die_with_parent(parent_pid)
     requests, replies = _take_over_pipes()
     first = json.loads(requests.readline())
-    try:
+    with Boundary(Exception) as caught:  # the tool is user code
         found = find_tools(first["name"], first["kwargs"], f"tool {first['name']!r}")
         limit_memory(first["memory_limit_mb"] + _used_mb())
         methods, close = found.opened(first["metadata"])
-    except Exception as error:  # boundary: the tool is user code
-        _send(replies, {"error": text_of_error(error)})
+    if caught:
+        _send(replies, {"error": text_of_error(caught.take())})
         return 1
     _send(replies, {"ready": True})
     for line in requests:
@@ -47,13 +48,12 @@ def _called(
     found: FoundTools, methods: Mapping[str, Callable[..., Any]], request: Mapping[str, Any], max_bytes: int
 ) -> dict[str, str]:
     """Make one call and return its output, or the error that it raised."""
-    try:
+    with Boundary(Exception) as caught:  # the tool is user code
         # JSON made plain values of the arguments; they become what the type hints say again.
         arguments = found.specs[request["tool"]].checked(request["arguments"])
         value = methods[request["tool"]](**arguments)
         return {"output": text_of_output(asyncio.run(value) if inspect.iscoroutine(value) else value, max_bytes)}
-    except Exception as error:  # boundary: see above
-        return {"error": text_of_error(error)}
+    return {"error": text_of_error(caught.take())}
 
 
 def _send(replies: TextIO, message: Mapping[str, Any]) -> None:

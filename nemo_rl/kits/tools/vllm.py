@@ -6,12 +6,14 @@ import logging
 import re
 import runpy
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from typing import Any, Literal
 
 from nemo_rl.data.interfaces import TokenizerType
 from nemo_rl.data.messages.encoding import render_chat, template_kwargs_of
+from nemo_rl.host.boundary import Boundary, raised_as
 from nemo_rl.utils.errors import ConfigError, DataError, did_you_mean
 from nemo_rl.utils.imports import importing
 
@@ -95,11 +97,12 @@ def load_parsers(file: str) -> None:
         ConfigError: it cannot be run.
     """
     _manager()  # says what to install if vLLM is missing
-    try:
-        with importing():
-            runpy.run_path(file)
-    except Exception as error:  # boundary: the file is the user's own code
-        raise ConfigError(f"the plugin {file} of a parser cannot be run: {type(error).__name__}: {error}") from error
+
+    def broken(error: Exception) -> ConfigError:
+        return ConfigError(f"the plugin {file} of a parser cannot be run: {type(error).__name__}: {error}")
+
+    with raised_as(broken), importing():  # the file is the user's own code
+        runpy.run_path(file)
 
 
 class CallParser:
@@ -123,10 +126,8 @@ class CallParser:
         self._tools = list(tools)
         with importing():
             self._parser_class = _manager().get_tool_parser(name)
-        try:
+        with _naming(f"tool_parser={name!r}"):
             self._new()
-        except Exception as error:  # boundary: parsers raise errors of any kind for a tokenizer that is not theirs
-            raise ConfigError(f"tool_parser={name!r} cannot read what this tokenizer writes: {error}") from error
 
     def calls(self, text: str, template_kwargs: Mapping[str, Any] | None = None) -> list[ToolCall]:
         """Return the calls of a response; none if the text has no call, or one that cannot be read.
@@ -158,9 +159,9 @@ class CallParser:
         return text, []
 
     def _read(self, text: str) -> tuple[str, list[tuple[str, str]]]:
-        try:
+        with Boundary(Exception) as caught:  # whatever a parser raises, the model wrote a text that it cannot read
             found = self._new().extract_tool_calls(text, self._request)
-        except Exception:  # boundary: whatever a parser raises, the model wrote a text that it cannot read
+        if caught:
             return text, []
         if not found.tool_calls:
             return text, []
@@ -203,10 +204,8 @@ class ReasoningReader:
         self._tokenizer = tokenizer
         self._request = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": ""}]})
         self._reads_kwargs = _takes_keywords(self._class)
-        try:
+        with _naming(f"reasoning_parser={name!r}"):
             self._new({})
-        except Exception as error:  # boundary: parsers raise errors of any kind for a tokenizer that is not theirs
-            raise ConfigError(f"reasoning_parser={name!r} cannot read what this tokenizer writes: {error}") from error
 
     def split(self, text: str, template_kwargs: Mapping[str, Any] | None = None) -> tuple[str | None, str]:
         """Return the reasoning of a response, None without any, and the rest of its text.
@@ -220,16 +219,21 @@ class ReasoningReader:
         if END_OF_THOUGHT not in text and thinking_of_prompt(self._tokenizer, variables) == "ended":
             return None, text
         request = self._request.model_copy(update={"chat_template_kwargs": variables})
-        try:
+        with Boundary(Exception):  # whatever a parser raises, the model wrote a text that it cannot read
             reasoning, content = self._new(variables).extract_reasoning(text, request)
-        except Exception:  # boundary: whatever a parser raises, the model wrote a text that it cannot read
-            return None, text
-        return reasoning, content or ""
+            return reasoning, content or ""
+        return None, text
 
     def _new(self, template_kwargs: Mapping[str, Any]) -> Any:
         if not self._reads_kwargs:
             return self._class(self._tokenizer)
         return self._class(self._tokenizer, chat_template_kwargs=dict(template_kwargs))
+
+
+def _naming(parser: str) -> AbstractContextManager[None]:
+    return raised_as(  # parsers raise errors of any kind for a tokenizer that is not theirs
+        lambda error: ConfigError(f"{parser} cannot read what this tokenizer writes: {error}")
+    )
 
 
 def _has_tag(calls: Sequence[tuple[str, str]]) -> bool:

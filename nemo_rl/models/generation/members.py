@@ -31,7 +31,7 @@ from typing import Any
 from nemo_rl.distributed.worker_groups import RayWorkerGroup
 from nemo_rl.distributed.workers.results import WORKER_DEATHS
 from nemo_rl.files.regular_file import read_text
-from nemo_rl.host.background import in_background
+from nemo_rl.host.boundary import in_background
 from nemo_rl.models.generation.engine_load import EngineLoad
 from nemo_rl.models.generation.interfaces import (
     GenerationRequest,

@@ -44,6 +44,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.distributed.ranks.process_group import address_towards, choose_interface, open_store
+from nemo_rl.host.boundary import Boundary
 from nemo_rl.host.device import device_for, gpu_is_in_use
 from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest, GenerationResult, engine_of
 from nemo_rl.utils.errors import GenerationError
@@ -344,10 +345,10 @@ class ServedRank:
 
     def _do_next(self, link: Link, execute: Callable[[Call], Any]) -> None:
         call: Call = link.receive()
-        try:
+        with Boundary(Exception) as caught:  # worker 0 gets the error, or sees that this rank is gone
             outcome = Outcome(execute(call))
-        except Exception:  # boundary: worker 0 gets the error, or sees that this rank is gone
-            outcome = Outcome(None, traceback.format_exc())
+        if caught:
+            outcome = Outcome(None, "".join(traceback.format_exception(caught.take())))
         if call.wants_answer or outcome.failure is not None:
             link.send(outcome)
         if not call.wants_answer and outcome.failure is not None:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from nemo_rl.host.time_limit import time_limit
+from nemo_rl.host.boundary import time_limit
 from nemo_rl.utils.errors import DeadlineExceededError
 
 pytestmark = pytest.mark.fast

@@ -19,7 +19,7 @@ from nemo_rl.models.dtensor.pipeline.stages import stage_of, without_copies
 from nemo_rl.models.huggingface.checkpoint_names import Group, Result, groups_in_checkpoint
 from nemo_rl.models.huggingface.load import stays_float32
 from nemo_rl.models.training.low_rank import ADAPTER_PARAMETERS
-from nemo_rl.weight_sync.parts import Held, Readable, dtype_name
+from nemo_rl.weight_sync.parts import Held, Readable, SharedReads, dtype_name
 
 Value = Callable[[str], Tensor]
 """Returns the weight of a name as it is exported; collective over the ranks that divide it."""
@@ -82,36 +82,17 @@ def _blocks(
     empty = torch.empty(place.shape, device="meta")
     parts = {target: result.of(place, empty) for target, result in results.items()}
     mine = {target for target, part in parts.items() if part is not None or not place.numel}
-    once = _Once(value, name, len(mine))
+    once = SharedReads[str](lambda name: held_here(value(name)), len(mine))
     for number, target in enumerate(results):
         if target in mine:
             part, result = parts[target], results[target]
             blocks = () if part is None else (part[0],)
             described = Held(target, dtype, result.shape, (*order, number), blocks)
-            yield Readable(described, partial(_read, result, place, once))
+            yield Readable(described, partial(_read, result, place, name, once))
 
 
-class _Once:
-    """Reads a weight once for all hub tensors that are blocks of it, and keeps it until the last of them is read."""
-
-    def __init__(self, value: Value, name: str, uses: int) -> None:
-        self._value, self._name, self._uses = value, name, uses
-        self._left = 0
-        self._tensor = torch.empty(0)
-
-    def __call__(self) -> Tensor:
-        """Return this rank's block of the weight."""
-        if self._left == 0:
-            self._tensor, self._left = held_here(self._value(self._name)), self._uses
-        self._left -= 1
-        tensor = self._tensor
-        if self._left == 0:
-            self._tensor = torch.empty(0)
-        return tensor
-
-
-def _read(result: Result, place: TensorBlock, once: _Once) -> list[Tensor]:
-    held = result.of(place, once())
+def _read(result: Result, place: TensorBlock, name: str, once: SharedReads[str]) -> list[Tensor]:
+    held = result.of(place, once.of(name))
     return [] if held is None else [held[1]]
 
 

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from nemo_rl.host.boundary import Boundary
 from nemo_rl.host.stop_signals import STOP_SIGNALS
 from nemo_rl.utils.errors import ConfigError, DeadlineExceededError
 
@@ -168,13 +169,13 @@ def _run(work: Callable[[], Any], pipe: int, parent: int, own_group: bool) -> No
 
 
 def _answer(work: Callable[[], Any]) -> Any:
-    try:
+    with Boundary(BaseException) as caught:  # any exception of an architecture's code is the answer
         return work()
-    except ConfigError as error:
+    error = caught.take()
+    if isinstance(error, ConfigError):
         return Failure(str(error), refused=True)
-    except BaseException as error:  # boundary: any exception of an architecture's code is the answer
-        said = str(error).strip().splitlines()
-        return Failure(f"{type(error).__name__}: {said[0] if said else ''}", raised=True)
+    said = str(error).strip().splitlines()
+    return Failure(f"{type(error).__name__}: {said[0] if said else ''}", raised=True)
 
 
 def _send(pipe: int, answer: Any) -> None:

@@ -29,7 +29,7 @@ from nemo_rl.models.megatron.conversion.sources import listed
 from nemo_rl.models.megatron.model.build import unwrap
 from nemo_rl.models.training.low_rank import ADAPTER_PARAMETERS
 from nemo_rl.utils.errors import CheckpointError
-from nemo_rl.weight_sync.parts import Held, Readable, dtype_name
+from nemo_rl.weight_sync.parts import Held, Readable, SharedReads, dtype_name
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,8 @@ def held_tensors(
             continue
         rule, tensor = shards[0].rule, shards[0].tensor
         exported = tensor.dtype if dtype is None or rule.full_precision else dtype
-        once = _Values(value, device, exported, sum(map(len, found.values())))
+        read = partial(_values, value=value, device=device, dtype=exported)
+        once = SharedReads(read, sum(map(len, found.values())))
         names = list(dict.fromkeys(part.name for part in rule.parts))
         for name, blocks in found.items():
             places = tuple(block.place for block in blocks)
@@ -244,26 +245,11 @@ class _Shard:
             yield _Block(name, tensor_shapes[index], place, rule.parts[index], self.tensor, rows_in_order)
 
 
-class _Values:
-    """Reads each shard of a bundle once, for all of its blocks, and keeps it until the last block is read."""
-
-    def __init__(self, value: Callable[[Tensor], Tensor], device: torch.device, dtype: torch.dtype, uses: int) -> None:
-        self._value, self._device, self._dtype, self._uses = value, device, dtype, uses
-        self._kept: dict[int, Tensor] = {}
-        self._left = uses
-
-    def of(self, shard: Tensor) -> Tensor:
-        """Return the values of a shard."""
-        if id(shard) not in self._kept:
-            self._kept[id(shard)] = self._value(shard).to(self._device, self._dtype)
-        found = self._kept[id(shard)]
-        self._left -= 1
-        if self._left == 0:
-            self._kept, self._left = {}, self._uses
-        return found
+def _values(shard: Tensor, value: Callable[[Tensor], Tensor], device: torch.device, dtype: torch.dtype) -> Tensor:
+    return value(shard).to(device, dtype)
 
 
-def _read(blocks: Sequence[_Block], values: _Values) -> list[Tensor]:
+def _read(blocks: Sequence[_Block], values: SharedReads[Tensor]) -> list[Tensor]:
     found = []
     for block in blocks:
         shard = values.of(block.tensor)

@@ -35,7 +35,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.ranks.process_group import destroy_process_group, init_process_group
 from nemo_rl.distributed.workers.start_phases import start_phase
-from nemo_rl.host.background import in_background
+from nemo_rl.host.boundary import in_background
 from nemo_rl.host.capacity import usable_cores
 from nemo_rl.host.device import device_for
 from nemo_rl.losses.loss_function import AnyLossFunction, LossMetrics

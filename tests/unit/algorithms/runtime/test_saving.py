@@ -12,7 +12,7 @@ from run_parts import Data, make_session, train
 
 from nemo_rl.algorithms.runtime.session import Cadence
 from nemo_rl.config import CheckpointingConfig
-from nemo_rl.host.background import in_background
+from nemo_rl.host.boundary import in_background
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.errors import CheckpointError
 
