@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nemo_rl.commands.dry_run import mesh_text
 from nemo_rl.commands.size.candidates import candidate_of
-from nemo_rl.commands.size.jobs import Gpu, Job, chosen_gpu
+from nemo_rl.commands.size.jobs import GpuKind, Job, chosen_gpu
 from nemo_rl.commands.size.proposal import Proposal, described, propose
 from nemo_rl.commands.size.run import own_train_seconds
 from nemo_rl.config import MasterConfig, load_config
@@ -56,7 +56,7 @@ class Sized:
 
     name: str
     own: MasterConfig
-    gpu: Gpu
+    gpu: GpuKind
     proposal: Proposal
 
 
@@ -83,7 +83,7 @@ def _rows(each: Sized) -> str:
     return _row(each.name, "own", *own) + _row("", "proposed", *found)
 
 
-def _cells(config: MasterConfig, gpu: Gpu, seconds: float) -> list[str]:
+def _cells(config: MasterConfig, gpu: GpuKind, seconds: float) -> list[str]:
     from nemo_rl.algorithms.setup.memory_forecast import forecast_memory
 
     job = Job(config, "policy", gpu)

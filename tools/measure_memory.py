@@ -41,7 +41,7 @@ from nemo_rl.losses.loss_function import LossFunction, LossInputType, LossType
 from nemo_rl.losses.supervised import NLLLossFn
 from nemo_rl.models.capacity.memory import Work, microbatch_tokens
 from nemo_rl.models.dtensor.mesh_check import DTensorRank
-from nemo_rl.models.megatron.mesh_check import MegatronRank
+from nemo_rl.models.megatron.mesh_check import MeshPlace
 from nemo_rl.models.policy.batching import count_valid, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.rank import PolicyWorker
 from nemo_rl.models.training.backends import training_backend
@@ -49,7 +49,7 @@ from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.imports import import_dotted
 
 MIB = 2**20
-PREDICTIONS = {"dtensor": DTensorRank.predict, "megatron": MegatronRank.predict}
+PREDICTIONS = {"dtensor": DTensorRank.predict, "megatron": MeshPlace.predict}
 SHAPE = {
     "hidden_size": 512,
     "intermediate_size": 1536,

@@ -97,8 +97,8 @@ class _Environment:
         if not self._tasks:
             raise ConfigError(f"{self._place}={dict(env)} with select={select} has no task.")
         _refuse_retries(package, self._config, self._place)
-        self._server: _Server | None = None
-        self._servers: set[_Server] = set()
+        self._server: _EnvironmentServer | None = None
+        self._servers: set[_EnvironmentServer] = set()
 
     async def play(self, seed: int, context: Any) -> Any:
         """Play the task of a seed, and return its episode."""
@@ -114,7 +114,7 @@ class _Environment:
     async def _serving(self) -> AsyncIterator[Any]:
         server = self._server
         if server is None or server.is_used_up:
-            server = self._server = _Server(self._package.load_environment(self._config))
+            server = self._server = _EnvironmentServer(self._package.load_environment(self._config))
             self._servers.add(server)
         server.enter()
         try:
@@ -126,7 +126,7 @@ class _Environment:
                 await server.stop()
 
 
-class _Server:
+class _EnvironmentServer:
     """An environment that serves up to `_EPISODES` episodes, in a task of its own."""
 
     def __init__(self, environment: Any) -> None:

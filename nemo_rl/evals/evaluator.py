@@ -37,7 +37,7 @@ from nemo_rl.evals.models import (
     start_model,
     tokenizer_of,
 )
-from nemo_rl.evals.prompts import EvalPrompts, GivenPrompts, Prompts
+from nemo_rl.evals.prompts import EvalPrompts, EvaluationPrompts, GivenPrompts
 from nemo_rl.evals.records import AnswerRecord, RecordStore
 from nemo_rl.evals.report import EvalReport, make_report
 from nemo_rl.experience.event_loop import EventLoopThread
@@ -82,7 +82,7 @@ class Evaluation(NamedTuple):
     """Result of `setup`: everything decided before an evaluation starts a process."""
 
     generation: EvalGeneration
-    dataloader: Prompts
+    dataloader: EvaluationPrompts
     master_config: EvalMasterConfig
 
 
@@ -112,7 +112,7 @@ def setup(
     tokenizer = tokenizer or tokenizer_of(config)
     name = config.data.env_name
     check_environment(name, config.env.get(name, {}), tokenizer, construct=name not in config.cluster.venvs)
-    prompts: Prompts
+    prompts: EvaluationPrompts
     if dataset is None:
         prompts = EvalPrompts(data_of(config), tokenizer, stop_strings_of(config.env, config.data.env_name))
     else:
@@ -120,7 +120,7 @@ def setup(
     return Evaluation(EvalGeneration(config, tokenizer), prompts, config)
 
 
-def check_known_answers(config: EvalMasterConfig, prompts: Prompts) -> None:
+def check_known_answers(config: EvalMasterConfig, prompts: EvaluationPrompts) -> None:
     """Grade the known answers as their own answers, see `environments.truth_check`.
 
     Raises:
@@ -139,7 +139,7 @@ def evaluate(config: EvalMasterConfig) -> EvalReport:
 
 def run_env_eval(
     vllm_generation: EvalGeneration,
-    dataloader: Prompts,
+    dataloader: EvaluationPrompts,
     env: Any = None,
     master_config: EvalMasterConfig | None = None,
 ) -> EvalReport:
@@ -180,7 +180,7 @@ def run_env_eval(
 
 def ask_all(
     config: EvalMasterConfig,
-    prompts: Prompts,
+    prompts: EvaluationPrompts,
     store: RecordStore,
     sampler: Sampler,
     signals: DeferredSignals | None = None,

@@ -263,7 +263,7 @@ def _as_dataset_config(config: EvalDataConfig) -> DatasetConfig:
 logger = logging.getLogger(__name__)
 
 
-class Prompts(Protocol):
+class EvaluationPrompts(Protocol):
     """Prompts of an evaluation."""
 
     def __len__(self) -> int: ...
@@ -297,14 +297,14 @@ class GivenPrompts:
         return len(self._rows)
 
     def batch(self, start: int, stop: int) -> BatchedDataDict[Any]:
-        """See `Prompts`."""
+        """See `EvaluationPrompts`."""
         unnamed = {"task_name": self._env_name}
         data: list[Any] = [unnamed | dict(self._rows[index]) for index in range(start, stop)]
         return rl_collate_fn(data)
 
     @property
     def data_sets(self) -> list[RowsWithPlace]:
-        """See `Prompts`."""
+        """See `EvaluationPrompts`."""
         return self._rows.parts
 
     def topic(self, index: int) -> str | None:
@@ -365,7 +365,7 @@ class EvalPrompts:
 
     @property
     def data_sets(self) -> list[RowsWithPlace]:
-        """See `Prompts`."""
+        """See `EvaluationPrompts`."""
         return [self._data]
 
     def topic(self, index: int) -> str | None:

@@ -22,9 +22,9 @@ from nemo_rl.utils.errors import DeadlineExceededError
 class Boundary[E: BaseException]:
     """A block whose errors do not leave it; true if it has caught one. A comment says why they may be of any kind.
 
-        with Boundary(Exception) as caught:  # the verifier may be the user's own code
-            return verifier(answer)
-        return f"The verifier failed: {caught.take()}"
+    with Boundary(Exception) as caught:  # the verifier may be the user's own code
+        return verifier(answer)
+    return f"The verifier failed: {caught.take()}"
     """
 
     kind: type[E]

@@ -140,7 +140,7 @@ class End(StrEnum):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProgramOutcome:
     """Outcome of a run. When it is returned, no process and no file of the run exists any more."""
 
     end: End

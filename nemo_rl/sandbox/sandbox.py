@@ -18,7 +18,7 @@ from pathlib import Path
 from nemo_rl.sandbox.handover import Handover
 from nemo_rl.sandbox.mechanisms import IN_ORDER, SCRATCH, Choice, Mechanism
 from nemo_rl.sandbox.plan import MAX_FILES, make_plan, max_threads
-from nemo_rl.sandbox.program import End, Limits, Outcome, Program, language_of, python
+from nemo_rl.sandbox.program import End, Limits, Program, ProgramOutcome, language_of, python
 from nemo_rl.sandbox.scratch import is_beyond, remove
 from nemo_rl.sandbox.supervision import Launch, Supervision
 from nemo_rl.utils.errors import SandboxError
@@ -55,7 +55,7 @@ class Sandbox:
         self.mechanism = mechanism if isinstance(mechanism, Mechanism) else choose_mechanism(mechanism)
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="sandbox")
 
-    def run(self, program: Program, cancelled: threading.Event | None = None) -> Outcome:
+    def run(self, program: Program, cancelled: threading.Event | None = None) -> ProgramOutcome:
         """Run a program and wait for its end.
 
         Args:
@@ -68,7 +68,7 @@ class Sandbox:
         """
         return _run(self.mechanism, self.limits, program, cancelled or threading.Event())
 
-    async def run_async(self, program: Program) -> Outcome:
+    async def run_async(self, program: Program) -> ProgramOutcome:
         """Run a program without blocking the event loop; a cancelled call ends the program.
 
         Raises:
@@ -130,7 +130,7 @@ def why_unavailable(mechanism: Mechanism, with_address: bool = False) -> str | N
     return None if outcome.stdout == "42\n" else f"a small program did not run: {outcome}"
 
 
-def _run(mechanism: Mechanism, limits: Limits, program: Program, cancelled: threading.Event) -> Outcome:
+def _run(mechanism: Mechanism, limits: Limits, program: Program, cancelled: threading.Event) -> ProgramOutcome:
     if program.address is not None and not mechanism.has_own_files:
         raise SandboxError(
             "A program that may connect to a server needs namespaces, which this machine does not allow."
@@ -143,7 +143,7 @@ def _run(mechanism: Mechanism, limits: Limits, program: Program, cancelled: thre
 
 def _supervised(
     mechanism: Mechanism, limits: Limits, program: Program, cancelled: threading.Event, handover: Handover | None
-) -> Outcome:
+) -> ProgramOutcome:
     language = language_of(program.language)
     channel = () if handover is None else (handover.inside,)
     with _scratch_of(mechanism) as folder, _sealed(program.stdin) as stdin:

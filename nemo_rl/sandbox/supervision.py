@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from nemo_rl.sandbox.program import End, Limits, Outcome
+from nemo_rl.sandbox.program import End, Limits, ProgramOutcome
 from nemo_rl.utils.errors import SandboxError
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -191,7 +191,7 @@ class Supervision:
         self._cpu_time_s = 0.0
         self._init: tuple[int, int] | None = None
 
-    def run(self) -> Outcome:
+    def run(self) -> ProgramOutcome:
         """Wait for the end and return what came of it.
 
         Raises:
@@ -209,7 +209,7 @@ class Supervision:
             used_up = status == _KILLED and cpu_time_s >= self._limits.cpu_time_s
             end = End.CPU_TIME if used_up or status == _OUT_OF_CPU_TIME else self._overflow() or End.EXITED
         wall_time_s = time.monotonic() - (self._ready_at or self._started)
-        return Outcome(end, status, self._out.text(), self._err.text(), wall_time_s, cpu_time_s)
+        return ProgramOutcome(end, status, self._out.text(), self._err.text(), wall_time_s, cpu_time_s)
 
     def _start(self, launch: Launch) -> tuple[subprocess.Popen[bytes], int, dict[int, _Stream]]:
         """Start the process; return it, a descriptor of it, and the reading ends of its pipes."""

@@ -21,11 +21,11 @@ import torch.distributed as dist
 from nemo_rl.utils.errors import WeightSyncError
 from nemo_rl.weight_sync.buckets import Bucket, TensorSlot, unpack
 from nemo_rl.weight_sync.exchange import (
+    BlockExchange,
     BlockReader,
     Blocks,
     Encoding,
-    Exchange,
-    Step,
+    PackingStep,
     check_used,
     encoded_layout,
     fill,
@@ -93,9 +93,9 @@ class WeightSender:
         self._transports: list[SenderTransport | None] = []
         for lane in lanes:
             self._transports.append(make_sender_transport(lane, rank, is_node_leader))
-        self._exchange = Exchange(group)
+        self._exchange = BlockExchange(group)
         self._planned: Sequence[Held] | None = None
-        self._steps: list[Step] = []
+        self._steps: list[PackingStep] = []
         self._weights: HeldWeights | None = None
         self._reader: BlockReader | None = None
         self._index = 0
@@ -147,7 +147,7 @@ class WeightSender:
         self._index += 1
         return buckets
 
-    def _packed(self, number: int, step: Step, blocks: Mapping[str, Blocks]) -> Bucket:
+    def _packed(self, number: int, step: PackingStep, blocks: Mapping[str, Blocks]) -> Bucket:
         """Return a step's bucket of a lane, packed if this rank packs for the lane."""
         lane, transport, layout = self._lanes[number], self._transports[number], step.layouts[number]
         is_last = self._index == len(self._steps) - 1

@@ -68,7 +68,7 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Layout:
+class BucketLayout:
     """A bucket: its slots and its size in bytes."""
 
     slots: list[TensorSlot]
@@ -76,12 +76,12 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Step:
+class PackingStep:
     """The tensors that are packed together."""
 
     names: list[str]
     """Names of the tensors."""
-    layouts: list[Layout]
+    layouts: list[BucketLayout]
     """The bucket of each lane."""
     moves: list[Move]
     """Moves with this rank as source or target."""
@@ -102,7 +102,7 @@ class _Weight:
 
 def plan_steps(
     ranks: Sequence[RankOfTrainer], me: int, lanes: Sequence[BlocksByName | None], bucket_size_bytes: int
-) -> list[Step]:
+) -> list[PackingStep]:
     """Plan a stream.
 
     Args:
@@ -118,13 +118,13 @@ def plan_steps(
     steps = []
     for group in group_by_size((weight.empty() for weight in weights.values()), bucket_size_bytes):
         pieces = (whole_entries(group) if parts is None else cut(group, parts) for parts in lanes)
-        layouts = [Layout(*plan_slots(list(of_lane))) for of_lane in pieces]
+        layouts = [BucketLayout(*plan_slots(list(of_lane))) for of_lane in pieces]
         moves: dict[Move, None] = {}
         for number, layout in enumerate(layouts):
             targets = [target for target, rank in enumerate(ranks) if rank.packs[number]]
             for slot in layout.slots:
                 moves |= dict.fromkeys(_moves(weights[slot.name], place_of(slot), targets, me))
-        steps.append(Step([name for name, _ in group], layouts, list(moves)))
+        steps.append(PackingStep([name for name, _ in group], layouts, list(moves)))
     return steps
 
 
@@ -175,7 +175,7 @@ Blocks = Sequence[tuple[TensorBlock, torch.Tensor]]
 """Blocks of a tensor: their places in it, and their values."""
 
 
-class Exchange:
+class BlockExchange:
     """The trainer ranks, seen from one of them.
 
     Args:
@@ -194,7 +194,7 @@ class Exchange:
         packs: Sequence[bool],
         lanes: Sequence[BlocksByName | None],
         bucket_size_bytes: int,
-    ) -> list[Step]:
+    ) -> list[PackingStep]:
         """Plan a stream; collective. Arguments as in `plan_steps`; `packs` is about this rank.
 
         Raises:
@@ -208,7 +208,7 @@ class Exchange:
         return plan_steps(ranks, self._rank, lanes, bucket_size_bytes)
 
     def run(
-        self, step: Step, blocks: Mapping[str, Blocks], device: torch.device
+        self, step: PackingStep, blocks: Mapping[str, Blocks], device: torch.device
     ) -> dict[str, list[tuple[TensorBlock, torch.Tensor]]]:
         """Give and take the blocks of a step; collective over the ranks that give or take any.
 
@@ -269,7 +269,7 @@ def _expected(move: Move) -> BucketEntry:
     return BucketEntry(move.name, torch.empty(move.block.shape, dtype=dtype, device="meta"), move.block)
 
 
-def fill(flat: torch.Tensor, layout: Layout, blocks: Mapping[str, Blocks]) -> None:
+def fill(flat: torch.Tensor, layout: BucketLayout, blocks: Mapping[str, Blocks]) -> None:
     """Copy blocks into the slots of a bucket.
 
     Args:
@@ -296,7 +296,7 @@ class BlockReader:
         self._described = {held.name: held for held in weights.described()}
         self._values = weights.values()
 
-    def read(self, step: Step) -> dict[str, list[tuple[TensorBlock, torch.Tensor]]]:
+    def read(self, step: PackingStep) -> dict[str, list[tuple[TensorBlock, torch.Tensor]]]:
         """Return this rank's blocks of a step's tensors; the steps come in the order of the plan."""
         found = {}
         for name in step.names:
@@ -317,7 +317,7 @@ def everywhere(weights: HeldWeights, group: dist.ProcessGroup | None) -> Iterato
     Raises:
         WeightSyncError: see `plan_steps`.
     """
-    exchange, reader = Exchange(group), BlockReader(weights)
+    exchange, reader = BlockExchange(group), BlockReader(weights)
     for step in exchange.plan(weights, [True], [None], _STEP_BYTES):
         (layout,) = step.layouts
         arrived = exchange.run(step, reader.read(step), weights.device)
@@ -359,18 +359,18 @@ def check_used(encoding: Encoding, weights: Iterable[TensorSlot]) -> None:
         )
 
 
-def encoded_layout(layout: Layout, encoding: Encoding) -> Layout:
+def encoded_layout(layout: BucketLayout, encoding: Encoding) -> BucketLayout:
     """Return the layout of the bucket that is sent in place of one of whole weights."""
     pieces = [
         BucketEntry(name, torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
         for slot in layout.slots
         for name, dtype, shape in encoding.described(slot.name, slot.dtype, slot.shape)
     ]
-    return Layout(*plan_slots(pieces))
+    return BucketLayout(*plan_slots(pieces))
 
 
 def fill_encoded(
-    flat: torch.Tensor, sent: Layout, layout: Layout, blocks: Mapping[str, Blocks], encoding: Encoding
+    flat: torch.Tensor, sent: BucketLayout, layout: BucketLayout, blocks: Mapping[str, Blocks], encoding: Encoding
 ) -> None:
     """Encode weights, one after another, into the slots of the bucket that is sent.
 
@@ -385,6 +385,6 @@ def fill_encoded(
         device = held[0][1].device if held else flat.device
         whole = torch.empty(slot.num_bytes, dtype=torch.uint8, device=device)
         alone = replace(slot, offset=0)
-        fill(whole, Layout([alone], slot.num_bytes), blocks)
+        fill(whole, BucketLayout([alone], slot.num_bytes), blocks)
         for tensor in encoding.encode(slot.name, view_of(whole, alone)):
             view_of(flat, next(targets)).copy_(tensor)

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from nemo_rl.data.datasets.response_datasets import load_response_dataset
-from nemo_rl.kits.code.grading import Grader, parse_tests
+from nemo_rl.kits.code.grading import SolutionGrader, parse_tests
 from nemo_rl.sandbox import Limits, Program, Sandbox, why_unavailable
 from nemo_rl.sandbox.mechanisms import IN_ORDER
 from nemo_rl.sandbox.program import python
@@ -63,14 +63,14 @@ def ways() -> Iterator[tuple[str, Callable[[], Any]]]:
             name = f"{mechanism.name}, namespaces: {mechanism.namespaces}"
             sandbox = Sandbox(Limits(), mechanism)
             yield name, lambda sandbox=sandbox: sandbox.run(Program(_PROGRAM))
-            grader = Grader(sandbox)
+            grader = SolutionGrader(sandbox)
             yield f"{name}, graded calls", lambda grader=grader: grader.grade(_CALLS, parse_tests(_TESTS))
 
 
 def grade_references(name: str, path: str, reference: Callable[[Any], str], workers: int) -> int:
     """Print the share of reference solutions that pass all tests; return how many do not."""
     rows = list(load_response_dataset({"dataset_name": name, "data_path": path, "env_name": "code"}).dataset)
-    grader = Grader(Sandbox(Limits(wall_time_s=60, cpu_time_s=60)))
+    grader = SolutionGrader(Sandbox(Limits(wall_time_s=60, cpu_time_s=60)))
     started = time.perf_counter()
     with ThreadPoolExecutor(workers) as threads:
         verdicts = threads.map(

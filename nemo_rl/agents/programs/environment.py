@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Grade:
+class SampleGrade:
     """The rewards of one sample."""
 
     rewards: Mapping[str, float]
@@ -71,7 +71,7 @@ class AnswerGrader:
         self._environment = Grader(config)
         self._threads = ThreadPoolExecutor(self._environment.concurrency, "grader")
 
-    async def grade(self, messages: Sequence[Mapping[str, Any]], row: Mapping[str, Any], answer: str) -> Grade:
+    async def grade(self, messages: Sequence[Mapping[str, Any]], row: Mapping[str, Any], answer: str) -> SampleGrade:
         """Grade the answer to the messages of a prompt.
 
         Raises:
@@ -91,12 +91,12 @@ class AnswerGrader:
             raise AgentError(f"the grader failed: {error}")
         columns = graded.rewards if isinstance(graded.rewards, dict) else {"": graded.rewards}
         found = graded.answers[0] if graded.answers is not None else answer
-        return Grade({name: float(column[0]) for name, column in columns.items()}, found, graded.metadata[0])
+        return SampleGrade({name: float(column[0]) for name, column in columns.items()}, found, graded.metadata[0])
 
     async def post_process(
         self, batch: "BatchedDataDict[Any]", rows: list[Any]
     ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
-        """Let the grader correct the rewards of B samples, whose `Grade.row` are given, and compute metrics."""
+        """Let the grader correct the rewards of B samples, whose `SampleGrade.row` are given, and compute metrics."""
         own = batch.copy()
         own["extra_env_info"] = rows
         processed: tuple[BatchedDataDict[Any], dict[str, float | int]] = await self._called(
@@ -212,7 +212,7 @@ class ProgramEnvironment(EnvironmentInterface[dict[str, Any]]):
             timeout_s=self._timeout_s,
         )
 
-    async def _graded(self, task: AgentTask, row: Mapping[str, Any], result: AgentResult) -> Grade:
+    async def _graded(self, task: AgentTask, row: Mapping[str, Any], result: AgentResult) -> SampleGrade:
         """Return the program's reward, or that of the grader for the program's answer."""
         if self._grader is not None:
             if result.answer is None:
@@ -220,7 +220,7 @@ class ProgramEnvironment(EnvironmentInterface[dict[str, Any]]):
             return await self._grader.grade(task.messages, row, result.answer)
         if result.reward is None:
             raise AgentError("the program returned no reward, and env.agent.grader is null")
-        return Grade({"": result.reward}, result.answer)
+        return SampleGrade({"": result.reward}, result.answer)
 
 
 class AgentEnvironment(ProgramEnvironment):
@@ -292,7 +292,7 @@ def program_of(cfg: AgentEnvironmentConfig) -> AgentProgram:
 
 
 def _episode(
-    row: dict[str, Any], graded: Grade, error: str | None, *, with_answer: bool = False
+    row: dict[str, Any], graded: SampleGrade, error: str | None, *, with_answer: bool = False
 ) -> EnvironmentReturn[dict[str, Any]]:
     rewards = {name: torch.tensor([value], dtype=torch.float64) for name, value in graded.rewards.items()}
     return EnvironmentReturn(
@@ -308,7 +308,7 @@ def _episode(
 
 def _failed(row: dict[str, Any], task: AgentTask, error: str) -> EnvironmentReturn[dict[str, Any]]:
     """Return the episode of a sample with an error."""
-    return _episode(row, Grade({"": 0.0}), task.without_key(error)[:_MAX_ERROR_CHARS])
+    return _episode(row, SampleGrade({"": 0.0}), task.without_key(error)[:_MAX_ERROR_CHARS])
 
 
 def _without_key(result: AgentResult, task: AgentTask) -> AgentResult:

@@ -26,7 +26,7 @@ from nemo_rl.agents.programs.commands import (
 from nemo_rl.agents.programs.interfaces import AgentError, AgentProgram, AgentResult, AgentTask, too_slow
 from nemo_rl.config.schema.agents import AgentEnvironmentConfig
 from nemo_rl.kits.code.interpreter import limits_of
-from nemo_rl.sandbox import End, Outcome, Program, Sandbox, why_unavailable
+from nemo_rl.sandbox import End, Program, ProgramOutcome, Sandbox, why_unavailable
 from nemo_rl.sandbox.mechanisms import SCRATCH
 from nemo_rl.sandbox.program import port_inside
 from nemo_rl.utils.errors import ConfigError, SandboxError
@@ -87,7 +87,7 @@ class SandboxedCommand(AgentProgram):
         """Wait for the programs that run, at most as long as their limits allow."""
         await asyncio.to_thread(self._sandbox.close)
 
-    def _result(self, task: AgentTask, outcome: Outcome) -> AgentResult:
+    def _result(self, task: AgentTask, outcome: ProgramOutcome) -> AgentResult:
         if outcome.end is End.WALL_TIME:
             raise too_slow(task)
         if outcome.end is End.OUTPUT:

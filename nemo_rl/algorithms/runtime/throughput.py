@@ -154,14 +154,14 @@ def engine_load(
     section = policy.sampling.vllm_cfg
     if not section.enable_vllm_metrics_logger:
         return engines.load_metrics
-    counts = RequestCounts(engines, section.vllm_metrics_logger_interval)
+    counts = OpenRequestCounter(engines, section.vllm_metrics_logger_interval)
     counts.start()
     threads.callback(counts.stop)
     return counts.since_last_call
 
 
 @dataclass
-class RequestCounts:
+class OpenRequestCounter:
     """Counts open requests from time to time on a thread."""
 
     engines: GenerationInterface

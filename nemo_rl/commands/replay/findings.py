@@ -27,7 +27,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageDiff:
     """The comparison of one part of a step."""
 
     name: str
@@ -54,7 +54,7 @@ class Comparison:
 
     step: int
     """Number of the step."""
-    stages: Sequence[Stage]
+    stages: Sequence[StageDiff]
     """Its parts in order."""
     is_exact: bool
     """Whether bits are compared."""
@@ -62,7 +62,7 @@ class Comparison:
     """Differences that do not count as one of the step, such as versions."""
 
     @property
-    def first(self) -> Stage | None:
+    def first(self) -> StageDiff | None:
         """The first stage that differs; None if the step is equal."""
         return next((stage for stage in self.stages if stage.differences), None)
 
@@ -98,12 +98,12 @@ class Comparison:
         }
 
 
-def _first(stage: Stage) -> dict[str, Any]:
+def _first(stage: StageDiff) -> dict[str, Any]:
     first = stage.differences[0]
     return {"stage": stage.name} | _difference(first)
 
 
-def _stage(stage: Stage) -> dict[str, Any]:
+def _stage(stage: StageDiff) -> dict[str, Any]:
     return {
         "name": stage.name,
         "compared": stage.compared,

@@ -17,7 +17,7 @@ _FEW = 5
 
 
 @dataclass(frozen=True)
-class Finding:
+class RunFinding:
     """One observation about a run."""
 
     level: Literal["problem", "warning", "note"]
@@ -39,10 +39,10 @@ class Finding:
 
 
 type Points = Sequence[tuple[int, float]]
-type Rule = Callable[[Curves], Finding | None]
+type Rule = Callable[[Curves], RunFinding | None]
 
 
-def find(curves: Curves, algorithm: str = "") -> list[Finding]:
+def find(curves: Curves, algorithm: str = "") -> list[RunFinding]:
     """Return the findings of a run, problems first.
 
     Args:
@@ -71,13 +71,13 @@ def _above(curves: Curves, name: str, threshold: float) -> Points:
     return [point for point in curves.get(name).known if point[1] > threshold]
 
 
-def not_finite(curves: Curves) -> Finding | None:
+def not_finite(curves: Curves) -> RunFinding | None:
     """A number of the update is not finite."""
     for name in ("train/loss", "train/grad_norm", "train/token_mult_prob_error", "train/critic/loss"):
         curve = curves.get(name)
         steps = [step for step, value in zip(curve.steps, curve.values, strict=True) if value is None]
         if steps:
-            return Finding(
+            return RunFinding(
                 "problem",
                 "A number is not finite",
                 f"{name} is infinite or no number in {len(steps)} steps. Lower the learning rate; look at the first of "
@@ -88,14 +88,14 @@ def not_finite(curves: Curves) -> Finding | None:
     return None
 
 
-def engine_mismatch(curves: Curves) -> Finding | None:
+def engine_mismatch(curves: Curves) -> RunFinding | None:
     """Trainer and engine give the sampled tokens other probabilities."""
     name, most = "train/token_mult_prob_error", 1.05
     ages = dict(curves.get("train/max_trajectory_age").known)
     over = [point for point in _above(curves, name, most) if not ages.get(point[0])]
     if not over:
         return None
-    return Finding(
+    return RunFinding(
         "problem",
         "Trainer and engine disagree",
         f"token_mult_prob_error is above {most} in {len(over)} steps with answers of the current weights, at most "
@@ -107,7 +107,7 @@ def engine_mismatch(curves: Curves) -> Finding | None:
     )
 
 
-def entropy_collapse(curves: Curves) -> Finding | None:
+def entropy_collapse(curves: Curves) -> RunFinding | None:
     """The policy stops exploring."""
     name, share, least = "train/approx_entropy", 0.1, 0.02
     points = curves.get(name).known
@@ -117,7 +117,7 @@ def entropy_collapse(curves: Curves) -> Finding | None:
     if end > max(share * start, least) or end > start / 2:
         return None
     low = [point for point in points if point[1] <= max(share * start, least)]
-    return Finding(
+    return RunFinding(
         "warning",
         "The entropy has collapsed",
         f"approx_entropy fell from {start:.3g} to {end:.3g} nats a token, below a tenth of its start or {least}. "
@@ -127,7 +127,7 @@ def entropy_collapse(curves: Curves) -> Finding | None:
     )
 
 
-def kl_spike(curves: Curves) -> Finding | None:
+def kl_spike(curves: Curves) -> RunFinding | None:
     """The distance to the reference jumps."""
     name, times, least = "train/kl_penalty", 10.0, 0.1
     points = [point for point in curves.get(name).known if point[1] != 0]
@@ -137,7 +137,7 @@ def kl_spike(curves: Curves) -> Finding | None:
     spikes = [point for point in points if point[1] > max(times * usual, least)]
     if not spikes:
         return None
-    return Finding(
+    return RunFinding(
         "warning",
         "The KL divergence spikes",
         f"kl_penalty is more than {times:g} times its median of {usual:.3g}, and more than {least}, in {len(spikes)} "
@@ -147,7 +147,7 @@ def kl_spike(curves: Curves) -> Finding | None:
     )
 
 
-def gradient_spike(curves: Curves) -> Finding | None:
+def gradient_spike(curves: Curves) -> RunFinding | None:
     """The gradient jumps."""
     name, times = "train/grad_norm", 20.0
     points = curves.get(name).known
@@ -158,7 +158,7 @@ def gradient_spike(curves: Curves) -> Finding | None:
     spikes = [point for point in points if usual > 0 and point[1] > times * usual]
     if not spikes:
         return None
-    return Finding(
+    return RunFinding(
         "warning",
         "The gradient norm spikes",
         f"grad_norm is more than {times:g} times its median of {usual:.3g} in {len(spikes)} steps, at most "
@@ -168,12 +168,12 @@ def gradient_spike(curves: Curves) -> Finding | None:
     )
 
 
-def skipped_updates(curves: Curves) -> Finding | None:
+def skipped_updates(curves: Curves) -> RunFinding | None:
     """Updates were dropped."""
     for name, whose in (("train/skipped_updates", ""), ("train/critic/skipped_updates", " of the critic")):
         over = _above(curves, name, 0)
         if over:
-            return Finding(
+            return RunFinding(
                 "problem",
                 "Updates were skipped",
                 f"{_sum(over):g} updates{whose} in {len(over)} steps had a gradient that is not finite, or no token "
@@ -184,13 +184,13 @@ def skipped_updates(curves: Curves) -> Finding | None:
     return None
 
 
-def useless_critic(curves: Curves) -> Finding | None:
+def useless_critic(curves: Curves) -> RunFinding | None:
     """The critic does not learn to predict the returns."""
     name, least = "train/critic/explained_var", 0.1
     points = curves.get(name).known
     if len(points) < 2 * _FEW or _most(points) >= least:
         return None
-    return Finding(
+    return RunFinding(
         "warning",
         "The critic predicts nothing",
         f"explained_var is below {least} in all {len(points)} steps, at most {_most(points):.3g}; 1 is perfect, and 0 "
@@ -202,14 +202,14 @@ def useless_critic(curves: Curves) -> Finding | None:
     )
 
 
-def truncation(curves: Curves) -> Finding | None:
+def truncation(curves: Curves) -> RunFinding | None:
     """Answers are cut off."""
     name, most = "train/truncation_rate", 0.2
     over = _above(curves, name, most)
     num_steps = len(curves.get(name).known)
     if len(over) < max(2, num_steps / 10):
         return None
-    return Finding(
+    return RunFinding(
         "warning",
         "Many answers are cut off",
         f"More than {most:.0%} of the answers reach a length limit in {len(over)} of {num_steps} steps, at most "
@@ -220,14 +220,14 @@ def truncation(curves: Curves) -> Finding | None:
     )
 
 
-def reward_errors(curves: Curves) -> Finding | None:
+def reward_errors(curves: Curves) -> RunFinding | None:
     """Samples could not be graded."""
     name, few = "train/num_reward_errors", 0.01
     over = _above(curves, name, 0)
     if not over:
         return None
     number, total = _sum(over), _sum(curves.get("train/num_samples").known)
-    return Finding(
+    return RunFinding(
         "warning" if number < few * total else "problem",
         "Samples could not be graded",
         f"{number:g} samples in {len(over)} steps have an error in place of a reward. Filter "
@@ -237,13 +237,13 @@ def reward_errors(curves: Curves) -> Finding | None:
     )
 
 
-def nothing_to_learn(curves: Curves) -> Finding | None:
+def nothing_to_learn(curves: Curves) -> RunFinding | None:
     """All rewards of a step are equal."""
     low, high = curves.get("train/min_total_reward").known, dict(curves.get("train/max_total_reward").known)
     equal = [(step, value) for step, value in low if high.get(step) == value]
     if not low or len(equal) < max(2, len(low) // 10):
         return None
-    return Finding(
+    return RunFinding(
         "warning",
         "Steps without a difference of rewards",
         f"In {len(equal)} of {len(low)} steps all samples have the same reward, so there is nothing to learn. Choose "
@@ -253,7 +253,7 @@ def nothing_to_learn(curves: Curves) -> Finding | None:
     )
 
 
-def no_progress(curves: Curves) -> Finding | None:
+def no_progress(curves: Curves) -> RunFinding | None:
     """The reward does not rise."""
     name, enough = "train/reward", 20
     points = curves.get(name).known
@@ -263,7 +263,7 @@ def no_progress(curves: Curves) -> Finding | None:
     start, end = ([value for _, value in part] for part in (points[:quarter], points[-quarter:]))
     if fmean(end) > fmean(start) + 0.5 * pstdev(start):
         return None
-    return Finding(
+    return RunFinding(
         "note",
         "The reward does not rise",
         f"The mean reward is {fmean(start):.3g} in the first quarter of the steps and {fmean(end):.3g} in the last, "
@@ -273,13 +273,13 @@ def no_progress(curves: Curves) -> Finding | None:
     )
 
 
-def preemptions(curves: Curves) -> Finding | None:
+def preemptions(curves: Curves) -> RunFinding | None:
     """The engines run out of memory for keys and values."""
     name = "generation/num_preemptions"
     over = _above(curves, name, 0)
     if not over:
         return None
-    return Finding(
+    return RunFinding(
         "note",
         "Engines interrupt requests for lack of memory",
         f"{_sum(over):g} requests in {len(over)} steps were computed again, because the "
@@ -290,7 +290,7 @@ def preemptions(curves: Curves) -> Finding | None:
     )
 
 
-def idle_shares(curves: Curves) -> Finding | None:
+def idle_shares(curves: Curves) -> RunFinding | None:
     """Trainer or engines wait for most of the time."""
     most, found = 0.6, {}
     for part in ("trainer", "engines"):
@@ -301,7 +301,7 @@ def idle_shares(curves: Curves) -> Finding | None:
         return None
     part, points = max(found.items(), key=lambda item: fmean(value for _, value in item[1]))
     verb = "is" if part == "trainer" else "are"
-    return Finding(
+    return RunFinding(
         "note",
         f"The {part} {verb} idle for most of the time",
         f"The {part} had no work for {fmean(value for _, value in points):.0%} of the time (more than {most:.0%}). "

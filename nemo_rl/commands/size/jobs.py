@@ -23,7 +23,7 @@ from nemo_rl.utils.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuKind:
     """One kind of GPU in a machine."""
 
     name: str
@@ -43,13 +43,13 @@ class Gpu:
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("h100", 79.6, 989.4, 3350.0, 450.0, 50.0),
-        Gpu("h200", 140.4, 989.4, 4800.0, 450.0, 50.0),
-        Gpu("b200", 179.0, 2250.0, 8000.0, 900.0, 50.0),
-        Gpu("a100", 80.0, 312.0, 2039.0, 300.0, 25.0),
-        Gpu("a100-40gb", 40.0, 312.0, 1555.0, 300.0, 25.0),
-        Gpu("l40s", 45.0, 362.0, 864.0, 32.0, 12.5),
-        Gpu("rtx4090", 24.0, 165.2, 1008.0, 32.0, 3.0),
+        GpuKind("h100", 79.6, 989.4, 3350.0, 450.0, 50.0),
+        GpuKind("h200", 140.4, 989.4, 4800.0, 450.0, 50.0),
+        GpuKind("b200", 179.0, 2250.0, 8000.0, 900.0, 50.0),
+        GpuKind("a100", 80.0, 312.0, 2039.0, 300.0, 25.0),
+        GpuKind("a100-40gb", 40.0, 312.0, 1555.0, 300.0, 25.0),
+        GpuKind("l40s", 45.0, 362.0, 864.0, 32.0, 12.5),
+        GpuKind("rtx4090", 24.0, 165.2, 1008.0, 32.0, 3.0),
     )
 }
 """GPUs by name; the SXM module if there are several kinds. The network has one port for each GPU: of 400 Gb/s for
@@ -73,7 +73,7 @@ def memory_of(text: str) -> float:
     return number / 1024 if (found[2] or "").lower() == "mib" else number
 
 
-def chosen_gpu(name: str | None, memory_gib: float | None) -> Gpu:
+def chosen_gpu(name: str | None, memory_gib: float | None) -> GpuKind:
     """Return a GPU.
 
     Args:
@@ -106,7 +106,7 @@ class Job:
     """The run, with model configurations that exist on this machine (`hub_configs.with_local_configs`)."""
     name: str
     """Name of the model's section."""
-    gpu: Gpu
+    gpu: GpuKind
 
     @cached_property
     def role(self) -> Role:

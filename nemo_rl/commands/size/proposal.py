@@ -13,7 +13,7 @@ from typing import Any
 from nemo_rl.algorithms.setup.memory_forecast import USABLE_SHARE, MemoryForecast, forecast_memory
 from nemo_rl.algorithms.setup.preflight import check_backends
 from nemo_rl.commands.size.candidates import MOST_TOKENS, batching, rows_of_a_rank, values_of
-from nemo_rl.commands.size.jobs import Gpu, Job, with_values
+from nemo_rl.commands.size.jobs import GpuKind, Job, with_values
 from nemo_rl.commands.size.search import HEADROOM, EngineChoice, Fitting, Search, engine_choices
 from nemo_rl.config import MasterConfig, PolicyGradientMasterConfig, RolloutMasterConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
@@ -66,7 +66,7 @@ def updates_of_a_step(config: MasterConfig) -> int:
     return max(samples // config.policy.train_global_batch_size, 1)
 
 
-def described(config: MasterConfig, gpu: Gpu) -> MasterConfig:
+def described(config: MasterConfig, gpu: GpuKind) -> MasterConfig:
     """Return a copy of a run whose model configurations exist on this machine and whose cluster has these GPUs.
 
     Raises:
@@ -80,7 +80,7 @@ def described(config: MasterConfig, gpu: Gpu) -> MasterConfig:
     return with_values(with_local_configs(config), {"cluster.gpu_memory_gb": gpu.memory_gib})
 
 
-def propose(config: MasterConfig, gpu: Gpu, refused: list[str] | None = None) -> Proposal | None:
+def propose(config: MasterConfig, gpu: GpuKind, refused: list[str] | None = None) -> Proposal | None:
     """Find the fastest sizes that fit; None if nothing does.
 
     Args:
@@ -98,7 +98,7 @@ def propose(config: MasterConfig, gpu: Gpu, refused: list[str] | None = None) ->
 @dataclass(frozen=True)
 class _Placement:
     config: MasterConfig
-    gpu: Gpu
+    gpu: GpuKind
     headroom: float
     refused: list[str]
 
@@ -216,7 +216,7 @@ def placements(engines: str, config: MasterConfig) -> list[dict[str, Any]]:
     return list(_divisions(config))
 
 
-def placed(engines: str, config: MasterConfig, gpu: Gpu, refused: list[str] | None = None) -> Proposal | None:
+def placed(engines: str, config: MasterConfig, gpu: GpuKind, refused: list[str] | None = None) -> Proposal | None:
     """Propose the fastest sizes for engines that are placed as asked for.
 
     Args:
@@ -231,7 +231,7 @@ def placed(engines: str, config: MasterConfig, gpu: Gpu, refused: list[str] | No
     return min((each for each in tried if each is not None), key=lambda each: each.seconds, default=None)
 
 
-def smallest_cluster(engines: str, config: MasterConfig, gpu: Gpu) -> tuple[int, int] | None:
+def smallest_cluster(engines: str, config: MasterConfig, gpu: GpuKind) -> tuple[int, int] | None:
     """Return machines and GPUs of each of the smallest larger cluster, among common ones, with sizes that fit."""
     nodes, per_node = config.cluster.num_nodes, config.cluster.gpus_per_node
     more = [(1, gpus) for gpus in (2, 4, 8) if nodes == 1 and gpus > per_node]
@@ -245,7 +245,7 @@ def smallest_cluster(engines: str, config: MasterConfig, gpu: Gpu) -> tuple[int,
     return None
 
 
-def _have_room(config: MasterConfig, gpu: Gpu) -> bool:
+def _have_room(config: MasterConfig, gpu: GpuKind) -> bool:
     return all(Search.of(Job(config, name, gpu)).has_room() for name in config.models)
 
 

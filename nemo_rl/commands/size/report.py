@@ -16,7 +16,7 @@ import yaml
 
 from nemo_rl.commands.dry_run import mesh_text
 from nemo_rl.commands.size.candidates import Candidate, Seconds, update_seconds
-from nemo_rl.commands.size.jobs import Gpu
+from nemo_rl.commands.size.jobs import GpuKind
 from nemo_rl.commands.size.proposal import Proposal
 from nemo_rl.commands.size.search import EngineChoice, Fitting, Search
 from nemo_rl.config import MasterConfig, RunConfig, load_config
@@ -168,7 +168,7 @@ def changed_values(config: MasterConfig, values: Mapping[str, Any]) -> dict[str,
     return {key: value for key, value in values.items() if _at(config, key) != value}
 
 
-def proposal_lines(proposal: Proposal, gpu: Gpu, own: str) -> Iterator[str]:
+def proposal_lines(proposal: Proposal, gpu: GpuKind, own: str) -> Iterator[str]:
     """Yield the table.
 
     Args:

@@ -10,7 +10,7 @@ from nemo_rl.algorithms.setup.memory_forecast import device_bytes, forecast_memo
 from nemo_rl.commands.dry_run import NOT_FITTING, describe
 from nemo_rl.commands.size import proposal, report
 from nemo_rl.commands.size.candidates import candidate_of, update_seconds
-from nemo_rl.commands.size.jobs import Gpu, Job, chosen_gpu, memory_of, with_values
+from nemo_rl.commands.size.jobs import GpuKind, Job, chosen_gpu, memory_of, with_values
 from nemo_rl.commands.size.proposal import Proposal, described, updates_of_a_step
 from nemo_rl.commands.size.search import HEADROOM, Search
 from nemo_rl.config import MasterConfig, load_config, report_findings
@@ -80,7 +80,7 @@ def _read(arguments: argparse.Namespace) -> tuple[MasterConfig, type[Any]]:
     return config, schema
 
 
-def _gpu(arguments: argparse.Namespace, config: MasterConfig) -> Gpu:
+def _gpu(arguments: argparse.Namespace, config: MasterConfig) -> GpuKind:
     """Return the GPU of the options; without them that of the configuration or this machine, or one of 80 GiB."""
     memory = memory_of(arguments.gpu_memory) if arguments.gpu_memory else None
     if memory is None and arguments.gpu is None and config.cluster.uses_gpu:
@@ -88,7 +88,7 @@ def _gpu(arguments: argparse.Namespace, config: MasterConfig) -> Gpu:
     return chosen_gpu(arguments.gpu, memory)
 
 
-def own_sizes(local: MasterConfig, gpu: Gpu) -> str:
+def own_sizes(local: MasterConfig, gpu: GpuKind) -> str:
     """Return the estimate for the sizes of the configuration itself, or why they cannot be used."""
     broken = next(iter(local.findings()), None)
     if broken is not None:
@@ -100,13 +100,13 @@ def own_sizes(local: MasterConfig, gpu: Gpu) -> str:
     return f"the configuration's own sizes fit; about {seconds:.3g} s of training"
 
 
-def own_train_seconds(local: MasterConfig, gpu: Gpu) -> float:
+def own_train_seconds(local: MasterConfig, gpu: GpuKind) -> float:
     """Return the estimate for all models of a step with the configuration's own sizes."""
     jobs = [Job(local, name, gpu) for name in local.models]
     return sum(update_seconds(job, candidate_of(job)).total for job in jobs) * updates_of_a_step(local)
 
 
-def shortage_lines(engines: str, local: MasterConfig, gpu: Gpu, refused: Sequence[str]) -> list[str]:
+def shortage_lines(engines: str, local: MasterConfig, gpu: GpuKind, refused: Sequence[str]) -> list[str]:
     """Say what is short by how much, and how many GPUs would do.
 
     Args:

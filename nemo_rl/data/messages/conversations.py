@@ -87,20 +87,20 @@ def get_formatted_message_log(
     spans = [text[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
     RenderedChat(messages, tools, text, tokenizer).check(task_data_spec.may_leave_out, spans, task_data_spec.task_name)
     headers = own_headers(chat, text, ends) if add_generation_prompt else {}
-    pieces: list[_Piece] = []
+    pieces: list[_RenderedPart] = []
     for position, (message, span, out) in enumerate(zip(messages, spans, excluded, strict=True)):
         sampled, header = message["role"] == ASSISTANT, headers.get(position, 0)
         usual = None if num_counted is None else sampled and position >= len(messages) - num_counted
         if header:
-            pieces.append(_Piece(message["role"], span[:header], False, False))
-        pieces.append(_Piece(message["role"], span[header:], sampled, False if out else usual))
+            pieces.append(_RenderedPart(message["role"], span[:header], False, False))
+        pieces.append(_RenderedPart(message["role"], span[header:], sampled, False if out else usual))
     if pieces:
         _add_ends(pieces, chat, text, add_bos_token, add_eos_token)
     return _message_log(pieces, tokenizer, longest)
 
 
 @dataclass
-class _Piece:
+class _RenderedPart:
     """A part of a rendered chat that becomes an entry of a message log."""
 
     role: str
@@ -112,7 +112,7 @@ class _Piece:
     """Whether it counts in the loss; None if its role decides."""
 
 
-def _message_log(pieces: list[_Piece], tokenizer: TokenizerType, longest: int | None) -> LLMMessageLogType:
+def _message_log(pieces: list[_RenderedPart], tokenizer: TokenizerType, longest: int | None) -> LLMMessageLogType:
     """Return an entry for each piece: role, text, token ids, and `counts` where its role does not decide."""
     control = control_tokens_of(tokenizer)
     texts, sampled = [piece.text for piece in pieces], [piece.sampled for piece in pieces]
@@ -154,7 +154,7 @@ def with_task_prompts(messages: LLMMessageLogType, spec: TaskDataSpec) -> LLMMes
     return texts
 
 
-def _add_ends(pieces: list[_Piece], chat: ChatRenderer, text: str, add_bos: bool, add_eos: bool) -> None:
+def _add_ends(pieces: list[_RenderedPart], chat: ChatRenderer, text: str, add_bos: bool, add_eos: bool) -> None:
     """Add the token that begins a sequence to the first piece, and the one that ends the last turn, in place."""
     if add_bos:
         pieces[0].text = with_bos(pieces[0].text, chat.tokenizer)
@@ -187,13 +187,13 @@ def sft_processor(
 
 def _plain_text(
     row: dict[str, Any], tokenizer: TokenizerType, spec: TaskDataSpec, add_bos: bool, add_eos: bool
-) -> _Piece:
+) -> _RenderedPart:
     (message,) = control_tokens_of(tokenizer).quoted_chat([{"role": ASSISTANT, "content": row[PLAIN_TEXT]}], spec.rules)
     text = message["content"]
     text = with_bos(text, tokenizer) if add_bos else text
     if add_eos and row[ENDS] and tokenizer.eos_token is not None:
         text += tokenizer.eos_token
-    return _Piece(ASSISTANT, text, False, True)
+    return _RenderedPart(ASSISTANT, text, False, True)
 
 
 def _conversation(

@@ -47,7 +47,7 @@ class Shared:
 
 
 @dataclass(frozen=True)
-class _Question:
+class _NodeQuestion:
     code: str
     folders: Mapping[str, str]
     written: str
@@ -80,7 +80,7 @@ def _compare_new_nodes(places: Iterable[RayVirtualCluster], shared: Shared, comp
         return
     folders = {key: path for key, path in shared.folders.items() if Path(path).is_dir()}
     with _canary(shared.written) as canary:
-        question = _Question(_code(), folders, shared.written[0] if shared.written else "", canary, _VISIBLE_S)
+        question = _NodeQuestion(_code(), folders, shared.written[0] if shared.written else "", canary, _VISIBLE_S)
         found = _ask(nodes, question)
         if canary is not None:
             for node_id in nodes:
@@ -93,7 +93,7 @@ def _compare_new_nodes(places: Iterable[RayVirtualCluster], shared: Shared, comp
     logger.info("%d other nodes have the same code and folders: %s.", len(nodes), ", ".join(nodes.values()))
 
 
-def _ask(nodes: Mapping[str, str], question: _Question) -> dict[str, list[str]]:
+def _ask(nodes: Mapping[str, str], question: _NodeQuestion) -> dict[str, list[str]]:
     """Return what each node lacks, by node id."""
     remote: Any = ray.remote(num_cpus=0, max_retries=0)(_differences)
     places = {node_id: NodeAffinitySchedulingStrategy(node_id, soft=False) for node_id in nodes}
@@ -120,7 +120,7 @@ def _answer_of(ref: Any) -> list[str]:
     return differences
 
 
-def _differences(question: _Question, node_id: str) -> list[str]:
+def _differences(question: _NodeQuestion, node_id: str) -> list[str]:
     """Return what the node that runs this lacks."""
     found = []
     own = _code()

@@ -64,7 +64,7 @@ class _Call:
 
 
 @dataclass(eq=False)
-class _Waiting:
+class _WaitingSample:
     """A sample whose coroutine is waiting for its step."""
 
     call: _Call
@@ -118,7 +118,7 @@ class EnvironmentClient:
         self._actor = SupervisedActor(name, start, start_timeout_s=start_timeout_s, max_restarts=max_restarts)
         self._turns = asyncio.Semaphore()
         self._suspects = asyncio.Lock()
-        self._queue: list[_Waiting] = []
+        self._queue: list[_WaitingSample] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -181,7 +181,7 @@ class EnvironmentClient:
             results = await self._together("step", [call])
             self._report_errors(results)
             return results[0]
-        waiting = _Waiting(call, loop.create_future())
+        waiting = _WaitingSample(call, loop.create_future())
         self._queue.append(waiting)
         if len(self._queue) == 1:
             loop.call_soon(self._flush)
@@ -315,7 +315,7 @@ class EnvironmentClient:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _run(self, batch: list[_Waiting]) -> None:
+    async def _run(self, batch: list[_WaitingSample]) -> None:
         """Give each waiting coroutine its result, or the exception that stops the run."""
         with Boundary(Exception) as caught:  # each waiting coroutine raises it
             results = await self._together("step", [waiting.call for waiting in batch])

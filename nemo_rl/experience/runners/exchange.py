@@ -31,7 +31,7 @@ _AGAIN_S = 1.0
 
 
 @dataclass(frozen=True)
-class _Waiting:
+class _WaitingGroup:
     """A group that has no answer yet."""
 
     task: GroupTask
@@ -58,7 +58,7 @@ class GroupExchange:
         self._handle: Any = None
         """The running actor; None while it starts."""
         self._numbers = itertools.count()
-        self._open: dict[int, _Waiting] = {}
+        self._open: dict[int, _WaitingGroup] = {}
         self._outbox: list[int] = []
         self._given_up: list[int] = []
         self._send_is_due = False
@@ -87,7 +87,7 @@ class GroupExchange:
             raise self._failure
         self._actor.running()
         number = next(self._numbers)
-        waiting = self._open[number] = _Waiting(task, asyncio.get_running_loop().create_future())
+        waiting = self._open[number] = _WaitingGroup(task, asyncio.get_running_loop().create_future())
         self._outbox.append(number)
         self._send_soon()
         try:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config.schema.kits import GymnasiumConfig
 from nemo_rl.kits.adapters.packages import library
-from nemo_rl.kits.adapters.replayed_game import Answer, ReplayedGame
+from nemo_rl.kits.adapters.replayed_game import GameAnswer, ReplayedGame
 from nemo_rl.kits.games.text_game import GameEnvironment, observed
 from nemo_rl.utils.errors import ConfigError
 
@@ -45,12 +45,12 @@ class GymnasiumGame(ReplayedGame[Any]):
         advice = f"Actions: {actions}. Answer with one action, for example <action>{next(iter(self._actions))}</action>"
         return env, f"{text}\n{advice}\n{self._text(env, observation)}"
 
-    def act(self, handle: Any, action: str) -> Answer:
+    def act(self, handle: Any, action: str) -> GameAnswer:
         """Take one step."""
         if action not in self._actions:
-            return Answer(f"Invalid action: {action[:40]}", 0.0, False, is_valid=False)
+            return GameAnswer(f"Invalid action: {action[:40]}", 0.0, False, is_valid=False)
         observation, reward, terminated, truncated, _ = handle.step(self._actions[action])
-        return Answer(self._text(handle, observation), float(reward), bool(terminated or truncated), is_valid=True)
+        return GameAnswer(self._text(handle, observation), float(reward), bool(terminated or truncated), is_valid=True)
 
     def close_game(self, handle: Any) -> None:
         """Close the environment."""

@@ -21,7 +21,7 @@ MAX_OPEN = 4096
 """Games that are kept open; the least recently used ones are closed and replayed when they are needed again."""
 
 
-class Answer(NamedTuple):
+class GameAnswer(NamedTuple):
     """Answer of a game of another library to one action."""
 
     text: str
@@ -47,7 +47,7 @@ class ReplayedGame[Handle](TextGame):
         """Open a game; return it, and its rules and situation as text."""
 
     @abstractmethod
-    def act(self, handle: Handle, action: str) -> Answer:
+    def act(self, handle: Handle, action: str) -> GameAnswer:
         """Take one action."""
 
     @abstractmethod
@@ -96,7 +96,7 @@ class ReplayedGame[Handle](TextGame):
         with _global_seeds(derive_seed(state["seed"], "start")):
             return self.open_game(state["seed"], state["episode_seed"])
 
-    def _act(self, handle: Handle, state: dict[str, Any], number: int, action: str) -> Answer:
+    def _act(self, handle: Handle, state: dict[str, Any], number: int, action: str) -> GameAnswer:
         with _global_seeds(derive_seed(state["episode_seed"], "action", number)):
             return self.act(handle, action)
 

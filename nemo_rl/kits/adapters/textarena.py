@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config.schema.kits import TextArenaConfig
 from nemo_rl.kits.adapters.packages import library
-from nemo_rl.kits.adapters.replayed_game import Answer, ReplayedGame
+from nemo_rl.kits.adapters.replayed_game import GameAnswer, ReplayedGame
 from nemo_rl.kits.games.text_game import GameEnvironment, observed
 from nemo_rl.utils.errors import ConfigError
 
@@ -47,18 +47,18 @@ class TextArenaGame(ReplayedGame[Any]):
         game.shown = str(text)
         return game, f"{game.shown.strip()}\n{_ADVICE}"
 
-    def act(self, handle: Any, action: str) -> Answer:
+    def act(self, handle: Any, action: str) -> GameAnswer:
         """Take one action; at the end the reward is that of the game, between -1 and 1."""
         is_over, _ = handle.step(action)
         if is_over:
             rewards, info = handle.close()
             is_valid = not info[0].get("invalid_move", False)
-            return Answer(str(info[0].get("reason", "The game is over.")), float(rewards[0]), True, is_valid)
+            return GameAnswer(str(info[0].get("reason", "The game is over.")), float(rewards[0]), True, is_valid)
         _, text = handle.get_observation()
         added = str(text).removeprefix(handle.shown)
         handle.shown = str(text)
         is_valid = not getattr(handle.state, "error_count", 0)
-        return Answer(observed(added.removeprefix(f"[GAME] {action}\n").strip()), 0.0, False, is_valid)
+        return GameAnswer(observed(added.removeprefix(f"[GAME] {action}\n").strip()), 0.0, False, is_valid)
 
     def close_game(self, handle: Any) -> None:
         """Drop the game; it holds no resources."""

@@ -21,7 +21,7 @@ _TAB = 4
 type _Kind = Literal["fence", "code", "think", "end of thought"]
 
 
-class _Piece(NamedTuple):
+class _MarkedText(NamedTuple):
     """A marked part of a text."""
 
     kind: _Kind
@@ -65,7 +65,7 @@ def without_mark(source: str) -> str:
     return source.removeprefix("\ufeff")
 
 
-def _last_program(fences: list[_Piece]) -> str | None:
+def _last_program(fences: list[_MarkedText]) -> str | None:
     python = [one for one in fences if _PYTHON.match(one.info)]
     unnamed = [one for one in fences if not one.info.strip()]
     last = next(iter(reversed(python or unnamed)), None)
@@ -78,7 +78,7 @@ def _without_fence(block: str) -> str:
     return without_mark(block.strip("\r\n")) if found is None else found
 
 
-def _pieces_of_answer(text: str) -> list[_Piece]:
+def _pieces_of_answer(text: str) -> list[_MarkedText]:
     """Return the pieces outside of thinking text, or those inside of it if nothing else is there."""
     start = _start_of_answer(text)
     pieces = list(_Scanner(text[start:]).pieces())
@@ -114,7 +114,7 @@ class _Scanner:
         last = next((number for number in range(len(self._lines) - 1, -1, -1) if self._lines[number].strip()), 0)
         self._end = last, len(self._lines[last].rstrip())
 
-    def pieces(self) -> Iterator[_Piece]:
+    def pieces(self) -> Iterator[_MarkedText]:
         """Yield the pieces in their order."""
         while self._line < len(self._lines):
             line = self._lines[self._line]
@@ -128,13 +128,13 @@ class _Scanner:
             else:
                 yield self._tagged(tag)
 
-    def _tagged(self, tag: re.Match[str]) -> _Piece:
+    def _tagged(self, tag: re.Match[str]) -> _MarkedText:
         self._column = tag.end()
         if tag.group() == _END_OF_THOUGHT:
-            return _Piece("end of thought", ends_text=self._is_at_end())
+            return _MarkedText("end of thought", ends_text=self._is_at_end())
         kind: _Kind = "think" if tag.group() == _THINK else "code"
         content = self._until(_END_OF_THOUGHT if kind == "think" else CLOSING)
-        return _Piece(kind, content, ends_text=self._is_at_end())
+        return _MarkedText(kind, content, ends_text=self._is_at_end())
 
     def _until(self, closing: str) -> str:
         """Return the text up to a closing tag or the end, and move after it."""
@@ -165,7 +165,7 @@ class _Scanner:
     def _is_indented(self, fence: re.Match[str]) -> bool:
         return _width(fence.group(1)) > self._list_indent + _USUAL_INDENT
 
-    def _fenced(self, opening: re.Match[str]) -> _Piece:
+    def _fenced(self, opening: re.Match[str]) -> _MarkedText:
         """Return the block of a fence; the end of the text closes it too."""
         run, info = opening.group(2) or opening.group(4), opening.group(3) or opening.group(5) or ""
         before = self._lines[self._line][self._column : opening.end(1)]
@@ -186,7 +186,7 @@ class _Scanner:
         else:
             self._line, self._column = len(self._lines), 0
             content = content[:-1] if content and not content[-1] else content  # no line follows the last line break
-        return _Piece("fence", _outdented(content, 0 if quoted else indent), info)
+        return _MarkedText("fence", _outdented(content, 0 if quoted else indent), info)
 
     def _note_list(self, line: str) -> None:
         """Remember how far the content of the list item of this line is indented."""

@@ -22,7 +22,7 @@ from nemo_rl.data.messages.content import content_text
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.environments.metrics import calculate_pass_rate_per_prompt
 from nemo_rl.kits.code.blocks import code_to_run, final_code
-from nemo_rl.kits.code.grading import Grader, Verdict, parse_tests
+from nemo_rl.kits.code.grading import SolutionGrader, SolutionVerdict, parse_tests
 from nemo_rl.kits.code.interpreter import came_to_end, limits_of, observation_of, program_of
 from nemo_rl.sandbox import End, Sandbox
 from nemo_rl.utils.errors import NemoRLError
@@ -79,7 +79,7 @@ class CodeEnvironment(EnvironmentInterface[CodeEnvMetadata]):
         self.cfg = cfg if isinstance(cfg, CodeEnvironmentConfig) else CodeEnvironmentConfig.build(**cfg)
         limits = limits_of(self.cfg, wall_time_s=self.cfg.wall_time_s, cpu_time_s=self.cfg.cpu_time_s)
         self._sandbox = Sandbox(limits, self.cfg.sandbox)
-        self._grader = Grader(self._sandbox)
+        self._grader = SolutionGrader(self._sandbox)
         self._threads = ThreadPoolExecutor(self.cfg.num_workers, thread_name_prefix="code")
 
     @classmethod
@@ -173,5 +173,5 @@ class CodeEnvironment(EnvironmentInterface[CodeEnvMetadata]):
         observation = f"Environment: {verdict.num_passed} of {verdict.num_checks} tests passed"
         return _Turn(observation, done, self._reward(verdict), answer=solution)
 
-    def _reward(self, verdict: Verdict) -> float:
+    def _reward(self, verdict: SolutionVerdict) -> float:
         return verdict.share if self.cfg.reward == "share" else float(verdict.is_right)

@@ -22,7 +22,7 @@ from typing import Any
 from nemo_rl.data.datasets.rows.program_tests import reason_against
 from nemo_rl.kits.code.blocks import without_mark
 from nemo_rl.kits.code.interpreter import compiled
-from nemo_rl.sandbox import End, Outcome, Program, Sandbox
+from nemo_rl.sandbox import End, Program, ProgramOutcome, Sandbox
 from nemo_rl.utils.errors import DataError
 
 
@@ -95,7 +95,7 @@ _CHECKS = ("checks", "counting", "program_tests", "peer", "offers", "heap", "val
 
 
 @dataclass(frozen=True)
-class Verdict:
+class SolutionVerdict:
     """Result of the checks of a solution."""
 
     num_passed: int
@@ -116,7 +116,7 @@ class Verdict:
         return self.num_passed == self.num_checks
 
 
-class Grader:
+class SolutionGrader:
     """Grades solutions; safe to use from several threads at once.
 
     Args:
@@ -129,7 +129,7 @@ class Grader:
         limits = replace(sandbox.limits, wall_time_s=waiting_for_solution_s)
         self._checks_sandbox = Sandbox(limits, sandbox.mechanism)
 
-    def grade(self, solution: str, tests: Tests) -> Verdict:
+    def grade(self, solution: str, tests: Tests) -> SolutionVerdict:
         """Grade the source code of a solution.
 
         Raises:
@@ -140,14 +140,14 @@ class Grader:
             return self._grade_outputs(solution, tests)
         return self._grade_calls(solution, tests)
 
-    def _grade_outputs(self, solution: str, tests: OutputTests) -> Verdict:
+    def _grade_outputs(self, solution: str, tests: OutputTests) -> SolutionVerdict:
         outcomes = [self._sandbox.run(Program(solution, stdin=text.encode())) for text in tests.inputs]
         pairs = zip(outcomes, tests.outputs, strict=True)
         num_passed = sum(one.succeeded and _lines(one.stdout) == _lines(expected) for one, expected in pairs)
         ends = [one.end for one in outcomes if one.end is not End.EXITED]
-        return Verdict(num_passed, len(outcomes), ends[0] if ends else End.EXITED)
+        return SolutionVerdict(num_passed, len(outcomes), ends[0] if ends else End.EXITED)
 
-    def _grade_calls(self, solution: str, tests: CallTests) -> Verdict:
+    def _grade_calls(self, solution: str, tests: CallTests) -> SolutionVerdict:
         with ExitStack() as open_descriptors:
             requests, requests_in, answers, answers_in = (
                 _Descriptor(number, open_descriptors) for number in (*os.pipe(), *os.pipe())
@@ -159,9 +159,9 @@ class Grader:
             checks = _program(_CHECKS, {"tests.json": plan}, answers, requests_in, verdict)
             outcome = self._run_both(served, checks, answers_in)
             counts = os.pread(verdict.number, _COUNTS.size, 0)
-        return Verdict(*_counted(counts), outcome.end)
+        return SolutionVerdict(*_counted(counts), outcome.end)
 
-    def _run_both(self, served: Program, checks: Program, answers_in: "_Descriptor") -> Outcome:
+    def _run_both(self, served: Program, checks: Program, answers_in: "_Descriptor") -> ProgramOutcome:
         """Run both programs; return what came of the solution."""
         done, failed = threading.Event(), threading.Event()
         with ThreadPoolExecutor(1, thread_name_prefix="checks") as thread:
@@ -176,7 +176,7 @@ class Grader:
             checking.result()
         return outcome if outcome.end is not End.CANCELLED else replace(outcome, end=End.EXITED)
 
-    def _run_checks(self, checks: Program, done: threading.Event, failed: threading.Event) -> Outcome:
+    def _run_checks(self, checks: Program, done: threading.Event, failed: threading.Event) -> ProgramOutcome:
         try:
             return self._checks_sandbox.run(checks, cancelled=failed)
         finally:

@@ -12,7 +12,7 @@ from typing import Any
 from nemo_rl.config.schema.kits import SandboxKeys
 from nemo_rl.data.datasets.rows import program_tests
 from nemo_rl.kits.code.inside.values import COMPLETED, RAISED, NotPlainError, encode
-from nemo_rl.sandbox import End, Limits, Outcome, Program
+from nemo_rl.sandbox import End, Limits, Program, ProgramOutcome
 from nemo_rl.utils.errors import DataError
 
 _INSIDE = Path(__file__).parent / "inside"
@@ -66,7 +66,7 @@ def program_of(
     return Program(source_of("session"), files={**given, **files})
 
 
-def came_to_end(outcome: Outcome) -> bool:
+def came_to_end(outcome: ProgramOutcome) -> bool:
     """Return whether all blocks ran to their end, also with an exception; others would end every later run too."""
     return outcome.end is End.EXITED and outcome.exit_code in (COMPLETED, RAISED)
 
@@ -100,7 +100,7 @@ def files_of(folder: str, max_bytes: int) -> dict[str, bytes]:
     return {str(path.relative_to(place)): path.read_bytes() for path in paths}
 
 
-def text_of_outcome(outcome: Outcome) -> str:
+def text_of_outcome(outcome: ProgramOutcome) -> str:
     """Return what a model is told about a run: its output, an error, and the limit that ended it."""
     text = (outcome.stdout + outcome.stderr).strip("\n")
     if outcome.end is not End.EXITED:
@@ -110,7 +110,7 @@ def text_of_outcome(outcome: Outcome) -> str:
     return text
 
 
-def observation_of(outcome: Outcome, max_chars: int) -> str:
+def observation_of(outcome: ProgramOutcome, max_chars: int) -> str:
     """Return the observation after a run; the middle of a long output is left out."""
     text = text_of_outcome(outcome)
     if len(text) > max_chars:

@@ -84,7 +84,7 @@ def padded(rows: Sequence[Tensor], pad_token_id: int) -> BatchedDataDict[Any]:
 
 
 @dataclass(eq=False)
-class _Waiting:
+class _WaitingRow:
     row: Tensor
     score: "asyncio.Future[float]"
 
@@ -102,7 +102,7 @@ class JoinedPasses:
         self._scores = scores
         self._wait_s = wait_s
         self._largest = largest
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_WaitingRow] = []
         self._worker: asyncio.Task[None] | None = None
         self.num_passes = 0
         """Calls of `scores`."""
@@ -115,7 +115,7 @@ class JoinedPasses:
         Raises:
             Exception: whatever `scores` raises for this row alone.
         """
-        waiting = _Waiting(row, asyncio.get_running_loop().create_future())
+        waiting = _WaitingRow(row, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._work())
@@ -130,7 +130,7 @@ class JoinedPasses:
             if wanted:
                 await self._pass(wanted)
 
-    async def _pass(self, batch: list[_Waiting]) -> None:
+    async def _pass(self, batch: list[_WaitingRow]) -> None:
         """Score rows together; if that fails, one by one."""
         self.num_passes += 1
         self.num_rows += len(batch)

@@ -44,7 +44,7 @@ class McpTools(ToolSource):
         self._shared = shared
         self._limits = timeout_s, max_bytes
         self._lock = asyncio.Lock()
-        self._common: _Server | None = None
+        self._common: _McpServer | None = None
         with ThreadPoolExecutor(1) as thread:  # this thread may run an event loop already
             self.specs = thread.submit(asyncio.run, self._listed()).result()
 
@@ -62,8 +62,8 @@ class McpTools(ToolSource):
         if self._common is not None:
             await self._common.stop()
 
-    async def _started(self) -> "_Server":
-        server = _Server(self._command, self._variables)
+    async def _started(self) -> "_McpServer":
+        server = _McpServer(self._command, self._variables)
         await server.start()
         return server
 
@@ -82,7 +82,7 @@ class McpTools(ToolSource):
         return {tool.name: ToolSpec(tool.name, tool.description or "", tool.input_schema) for tool in listed}
 
 
-class _Server:
+class _McpServer:
     """One running server with its client."""
 
     def __init__(self, command: Sequence[str], variables: Mapping[str, str]) -> None:
@@ -134,7 +134,7 @@ class _Server:
 
 
 class _OpenMcp(OpenTools):
-    def __init__(self, server: _Server, timeout_s: float, max_bytes: int, *, stops: bool) -> None:
+    def __init__(self, server: _McpServer, timeout_s: float, max_bytes: int, *, stops: bool) -> None:
         self._server = server
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes

@@ -15,7 +15,7 @@ from nemo_rl.config.schema.kits import PythonToolConfig
 from nemo_rl.kits.code.inside.values import COMPLETED
 from nemo_rl.kits.code.interpreter import came_to_end, limits_of, program_of, text_of_outcome
 from nemo_rl.kits.tools.interfaces import Fault, OpenTools, ToolOutput, ToolSource, cut_middle, spec_of, text_of_error
-from nemo_rl.sandbox import End, Outcome, Sandbox
+from nemo_rl.sandbox import End, ProgramOutcome, Sandbox
 from nemo_rl.utils.errors import ConfigError, SandboxError
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class _Interpreter(OpenTools):
         async with self._in_order:
             return self._said(await self._continued(code))
 
-    async def _continued(self, code: str) -> Outcome:
+    async def _continued(self, code: str) -> ProgramOutcome:
         """Run a program after the earlier ones, and keep it if it came to its end."""
         programs = [*self._earlier, code]
         outcome = await self._sandbox.run_async(program_of(programs, {}))
@@ -97,13 +97,13 @@ class _Interpreter(OpenTools):
             self._earlier = programs
         return outcome
 
-    def _said(self, outcome: Outcome) -> ToolOutput:
+    def _said(self, outcome: ProgramOutcome) -> ToolOutput:
         """Return what the model reads."""
         text = cut_middle(text_of_outcome(outcome), self._max_bytes) or "[no output]"
         return ToolOutput(text, _fault(outcome))
 
 
-def _fault(outcome: Outcome) -> Fault | None:
+def _fault(outcome: ProgramOutcome) -> Fault | None:
     """Return "timeout" for a limit of time, and "error" for another limit, an exception and a killed process."""
     if outcome.end in (End.WALL_TIME, End.CPU_TIME):
         return "timeout"

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_rl.models.attention.flash_attn import Kernel, find_kernel
-from nemo_rl.models.attention.plan import AttentionPlan, Run, Scoring
+from nemo_rl.models.attention.plan import AttentionPlan, PieceRun, Scoring
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scoring: Scoring) -> Tensor:
@@ -48,7 +48,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scori
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
-def _run_by_run(runs: Sequence[Run], query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> list[Tensor]:
+def _run_by_run(runs: Sequence[PieceRun], query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> list[Tensor]:
     """Compute adjacent pieces of one size in one call: same bits as one by one, in three quarters of the time."""
     queries = query.split([run.queries * run.pieces for run in runs], dim=2)
     keys, values = (tensor.split([run.keys * run.pieces for run in runs], dim=2) for tensor in (key, value))

@@ -63,7 +63,7 @@ class Piece(NamedTuple):
         return self.queries * self.keys - self.queries * (self.queries - 1) // 2
 
 
-class Run(NamedTuple):
+class PieceRun(NamedTuple):
     """Adjacent pieces of one size."""
 
     queries: int
@@ -133,14 +133,14 @@ class AttentionPlan:
         queries = query.split([piece.queries for piece in self.pieces], dim=2)
         return zip(queries, self._by_piece(key), self._by_piece(value), strict=True)
 
-    def runs(self, keys: int) -> list[Run] | None:
+    def runs(self, keys: int) -> list[PieceRun] | None:
         """Group the pieces that one kernel call can take; None unless the pieces tile the `keys` keys in order."""
         return self._runs if self._adjoining_keys == keys else None
 
     @cached_property
-    def _runs(self) -> list[Run]:
+    def _runs(self) -> list[PieceRun]:
         sizes = groupby((piece.queries, piece.keys) for piece in self.pieces)
-        return [Run(*size, len(list(equal))) for size, equal in sizes]
+        return [PieceRun(*size, len(list(equal))) for size, equal in sizes]
 
     @cached_property
     def _adjoining_keys(self) -> int | None:

@@ -41,7 +41,7 @@ from nemo_rl.distributed.ranks.tensor_block import block_here
 from nemo_rl.files.regular_file import read_text
 from nemo_rl.models.dtensor.checkpoints.model_files import saved_weights, weights_by_name
 from nemo_rl.models.dtensor.pipeline.stages import joined, of_all_stages
-from nemo_rl.models.huggingface.checkpoint_names import Group, converts, groups_in_memory
+from nemo_rl.models.huggingface.checkpoint_names import TensorGroup, converts, groups_in_memory
 from nemo_rl.models.huggingface.folders import (
     ADAPTER_FOLDER,
     CONFIG_FILE,
@@ -369,7 +369,7 @@ def _check_base(hf: PreTrainedModel, folder: Path, device: torch.device) -> None
         )
 
 
-def _saved_part(tensors: TensorFiles, group: Group, like: Tensor) -> Tensor:
+def _saved_part(tensors: TensorFiles, group: TensorGroup, like: Tensor) -> Tensor:
     """Read this rank's part of a weight from the files."""
     mine = held_here(like)
     return tensors.read(next(iter(group.sources)), block_here(like)) if mine.numel() > 0 else mine

@@ -138,7 +138,7 @@ def _shared(store: dist.Store, name: str, place: int, num_places: int, own: str)
 logger = logging.getLogger(__name__)
 
 
-class Call(NamedTuple):
+class RankCall(NamedTuple):
     """Request of place 0 to a rank."""
 
     method: str | Callable[..., Any]
@@ -148,17 +148,17 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
     """Keyword arguments."""
     wants_answer: bool
-    """Whether the rank sends an `Outcome` even if the call succeeds."""
+    """Whether the rank sends a `CallOutcome` even if the call succeeds."""
 
 
-class Outcome(NamedTuple):
+class CallOutcome(NamedTuple):
     """Result of a call: a value, or the traceback of a failure."""
 
     value: Any
     failure: str | None = None
 
 
-class Answer(Future[Any]):
+class RankAnswer(Future[Any]):
     """Value of a call; it is read from the link when `result` is called."""
 
     def __init__(self, link: "Link"):
@@ -176,7 +176,7 @@ class Answer(Future[Any]):
         return super().result(timeout)
 
 
-def call_all(links: Sequence["Link"], call: Call, answering: Sequence[bool]) -> list[Answer | None]:
+def call_all(links: Sequence["Link"], call: RankCall, answering: Sequence[bool]) -> list[RankAnswer | None]:
     """Send a call to several ranks, pickled once for those whose answers are wanted and once for the others."""
     forms = {wants: call._replace(wants_answer=wants) for wants in set(answering)}
     packed = {wants: pickle.dumps(form, protocol=pickle.HIGHEST_PROTOCOL) for wants, form in forms.items()}
@@ -194,7 +194,7 @@ class Link:
     def __init__(self, connection: Connection, other: str):
         self._connection = connection
         self._other = other
-        self._due: deque[Answer] = deque()
+        self._due: deque[RankAnswer] = deque()
 
     def when_it_brings(self, loop: asyncio.AbstractEventLoop, receive: Callable[[], object]) -> None:
         """Let an event loop call a function whenever a message starts to arrive; the function receives the message."""
@@ -222,16 +222,16 @@ class Link:
             self._end(reason)
         return pickle.loads(received)
 
-    def call(self, call: Call) -> Answer | None:
+    def call(self, call: RankCall) -> RankAnswer | None:
         """Send a call to a rank; return None if no answer is wanted."""
         return call_all([self], call, [call.wants_answer])[0]
 
-    def call_packed(self, packed: bytes, *, wants_answer: bool) -> Answer | None:
-        """Send a pickled `Call`; as `call`."""
+    def call_packed(self, packed: bytes, *, wants_answer: bool) -> RankAnswer | None:
+        """Send a pickled `RankCall`; as `call`."""
         self._send(packed)
         if not wants_answer:
             return None
-        self._due.append(Answer(self))
+        self._due.append(RankAnswer(self))
         return self._due[-1]
 
     def take_answer(self) -> None:
@@ -240,7 +240,7 @@ class Link:
         Raises:
             RuntimeError: its call failed. vLLM does not read all answers, so the error may appear at a later one.
         """
-        outcome: Outcome = self.receive()
+        outcome: CallOutcome = self.receive()
         answer = self._due.popleft() if self._due else None
         if outcome.failure is not None:
             failure = RuntimeError(f"{self._other} failed:\n{outcome.failure}")
@@ -338,17 +338,17 @@ class ServedRank:
     and overrides the other methods of `Engine` that worker 0 does not do for all ranks.
     """
 
-    def serve(self, link: Link, execute: Callable[[Call], Any]) -> None:
+    def serve(self, link: Link, execute: Callable[[RankCall], Any]) -> None:
         """Tell the other end of a link that this process is ready, and execute its calls from now on."""
-        link.send(Outcome(None))
+        link.send(CallOutcome(None))
         link.when_it_brings(asyncio.get_running_loop(), partial(self._do_next, link, execute))
 
-    def _do_next(self, link: Link, execute: Callable[[Call], Any]) -> None:
-        call: Call = link.receive()
+    def _do_next(self, link: Link, execute: Callable[[RankCall], Any]) -> None:
+        call: RankCall = link.receive()
         with Boundary(Exception) as caught:  # worker 0 gets the error, or sees that this rank is gone
-            outcome = Outcome(execute(call))
+            outcome = CallOutcome(execute(call))
         if caught:
-            outcome = Outcome(None, "".join(traceback.format_exception(caught.take())))
+            outcome = CallOutcome(None, "".join(traceback.format_exception(caught.take())))
         if call.wants_answer or outcome.failure is not None:
             link.send(outcome)
         if not call.wants_answer and outcome.failure is not None:

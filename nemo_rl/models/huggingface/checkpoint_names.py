@@ -63,7 +63,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Group:
+class TensorGroup:
     """Tensors that are converted together."""
 
     target: str
@@ -140,7 +140,7 @@ def in_checkpoint(hf: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) ->
     assert not held, f"weights that are stored together did not all come: {sorted(held)}"
 
 
-def groups_in_checkpoint(hf: PreTrainedModel) -> list[Group]:
+def groups_in_checkpoint(hf: PreTrainedModel) -> list[TensorGroup]:
     """Group the weights of a model that become tensors of a checkpoint together."""
     names = [name for name, _ in (*hf.named_parameters(), *hf.named_buffers())]
     return _groups(names, [transform.reverse_transform() for transform in reversed(_transforms(hf))], reverse=True)
@@ -159,7 +159,7 @@ def in_memory(hf: PreTrainedModel, names: Iterable[str], read: Callable[[str], T
 
 def groups_in_memory(
     hf: PreTrainedModel, names: Iterable[str], rules: list[WeightTransform] | None = None
-) -> list[Group]:
+) -> list[TensorGroup]:
     """Group the tensors of a checkpoint that become one weight of the model.
 
     Args:
@@ -208,18 +208,18 @@ def _transforms(hf: PreTrainedModel) -> list[WeightTransform]:
 
 def _groups(
     names: Iterable[str], transforms: list[WeightTransform], *, reverse: bool, hf: PreTrainedModel | None = None
-) -> list[Group]:
+) -> list[TensorGroup]:
     """Group names by the result they belong to."""
     renamings = [rule for rule in transforms if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in transforms if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     known = {} if hf is None else dict.fromkeys(hf.state_dict(keep_vars=True), True)
     prefix = None if hf is None else hf.base_model_prefix
-    groups: dict[str, Group] = {}
+    groups: dict[str, TensorGroup] = {}
     for name in sorted(names, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, known, reverse)
         if target not in known and name in known:
             target, pattern = rename_source_key(name, [], [], prefix, known)
         converter = by_pattern[pattern] if pattern is not None else None
-        groups.setdefault(target, Group(target, {}, converter)).sources[name] = pattern or name
+        groups.setdefault(target, TensorGroup(target, {}, converter)).sources[name] = pattern or name
     return list(groups.values())

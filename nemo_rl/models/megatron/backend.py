@@ -69,9 +69,9 @@ class MegatronBackend(TorchBackend):
         from nemo_rl.models.megatron import lora
         from nemo_rl.models.megatron import optimizer as optim
         from nemo_rl.models.megatron.model.mtp import MTPLoss
-        from nemo_rl.models.megatron.routers import ExpertLoad, ReplayedRouters
+        from nemo_rl.models.megatron.routers import ExpertLoad, MegatronReplayedRouters
         from nemo_rl.models.megatron.schedule import Schedule
-        from nemo_rl.models.megatron.scoring import Scoring, logit_transform
+        from nemo_rl.models.megatron.scoring import OutputScoring, logit_transform
 
         self._optim, self._lora, self._groups, self._division = optim, lora, groups, division_of(groups)
         self._has_gradients = False
@@ -98,7 +98,9 @@ class MegatronBackend(TorchBackend):
         each_layer = section.moe_per_layer_logging
         watched = ExpertLoad(self.chunks, self._division, device, each_layer=each_layer) if has_experts else None
         self._load = watched
-        scoring = Scoring(groups, sampling_density(config), logit_transform(self.hf_config), config.logprob_chunk_size)
+        scoring = OutputScoring(
+            groups, sampling_density(config), logit_transform(self.hf_config), config.logprob_chunk_size
+        )
         if init_optimizer and section.trains_mtp:
             scoring.mtp = MTPLoss(section, scoring.head_options, device)
         self._mtp = scoring.mtp
@@ -109,7 +111,7 @@ class MegatronBackend(TorchBackend):
             self._draft = scoring.draft = draft_trainer(config, self.chunks, groups, device, seed)
         watch = None if self._load is None and self._draft is None else self._watching
         replays = config.router_replay.enabled
-        self._replay = ReplayedRouters(self.chunks, self._division, device) if replays else None
+        self._replay = MegatronReplayedRouters(self.chunks, self._division, device) if replays else None
         self._schedule = Schedule(self.chunks, scoring, self._division, watch, self._replay)
 
     def run(self, microbatches: Sequence[ModelInputs], forward_step: ForwardStep, *, backward: bool) -> None:

@@ -17,11 +17,11 @@ from nemo_rl.models.huggingface.layers import first_tensor
 from nemo_rl.models.huggingface.load import torch_dtype
 from nemo_rl.models.megatron.inputs import RankInputs
 from nemo_rl.models.megatron.model.build import unwrap
-from nemo_rl.models.megatron.parallel import Groups
+from nemo_rl.models.megatron.parallel import ParallelGroups
 
 
 def draft_trainer(
-    config: PolicyConfig, chunks: Sequence[Any], groups: Groups, device: torch.device, seed: int
+    config: PolicyConfig, chunks: Sequence[Any], groups: ParallelGroups, device: torch.device, seed: int
 ) -> DraftTrainer:
     """Build the draft model, its optimizer and its hooks on a model without stages; collective.
 

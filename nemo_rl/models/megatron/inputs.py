@@ -25,7 +25,7 @@ from nemo_rl.models.training.inputs import ModelInputs, round_up
 
 
 @dataclass(frozen=True)
-class Division:
+class TokenDivision:
     """Division of a row's tokens among ranks."""
 
     cp: int = 1
@@ -83,17 +83,17 @@ class RankInputs:
     further: tuple[FurtherTokens, ...] = ()
     """The tokens of each multi-token-prediction layer."""
 
-    def between_layers(self, division: Division) -> Tensor:
+    def between_layers(self, division: TokenDivision) -> Tensor:
         """Return `real_tokens` `[b, t / sp]` of the tokens that this rank has between layers."""
         return self.real_tokens.chunk(division.sp, dim=1)[division.sp_rank]
 
-    def experts_between_layers(self, division: Division) -> Tensor | None:
+    def experts_between_layers(self, division: TokenDivision) -> Tensor | None:
         """Return `routed_experts` `[b, t / sp, L, k]` of the same tokens."""
         experts = self.routed_experts
         return None if experts is None else experts.chunk(division.sp, dim=1)[division.sp_rank]
 
 
-def rank_inputs(inputs: ModelInputs, division: Division, num_further: int = 0) -> RankInputs:
+def rank_inputs(inputs: ModelInputs, division: TokenDivision, num_further: int = 0) -> RankInputs:
     """Return this rank's part of a microbatch.
 
     Args:
@@ -148,13 +148,13 @@ def without_scores(inputs: RankInputs) -> RankInputs:
     return replace(inputs, **none, num_scores=0, unfiltered=False, top_k=None, further=further)
 
 
-def row_order(num_tokens: int, division: Division) -> Tensor:
+def row_order(num_tokens: int, division: TokenDivision) -> Tensor:
     """Return `[T]`, the index of each token of a row in the end-to-end parts of all context-parallel ranks."""
-    parts = [_own_tokens([0, num_tokens], Division(division.cp, rank)) for rank in range(division.cp)]
+    parts = [_own_tokens([0, num_tokens], TokenDivision(division.cp, rank)) for rank in range(division.cp)]
     return torch.cat(parts).argsort()
 
 
-def _padded_bounds(bounds: Sequence[int], division: Division) -> list[int]:
+def _padded_bounds(bounds: Sequence[int], division: TokenDivision) -> list[int]:
     """Return the bounds of the padded sequences, and of a last sequence that fills the row."""
     padded = [0]
     for start, stop in pairwise(bounds):
@@ -174,7 +174,7 @@ def _source_tokens(old: Sequence[int], new: Sequence[int]) -> Tensor:
     return source
 
 
-def _own_tokens(bounds: Sequence[int], division: Division) -> Tensor:
+def _own_tokens(bounds: Sequence[int], division: TokenDivision) -> Tensor:
     """Return `[t]` int64, the indices in the row of this rank's tokens, in the rank's order."""
     if division.cp == 1:
         return torch.arange(bounds[-1])

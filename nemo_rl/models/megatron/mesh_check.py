@@ -177,7 +177,7 @@ def stage_layers(total: int, stages: int, section: MegatronConfig) -> list[range
     return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
 
 
-class MegatronRank(RankMemory):
+class MeshPlace(RankMemory):
     """A rank of Megatron Core."""
 
     @property

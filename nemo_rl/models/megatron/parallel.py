@@ -27,7 +27,7 @@ from nemo_rl.config.schema.model.megatron import MegatronConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.ranks.collectives import Group
 from nemo_rl.distributed.ranks.process_group import collective_timeout
-from nemo_rl.models.megatron.inputs import Division
+from nemo_rl.models.megatron.inputs import TokenDivision
 from nemo_rl.models.megatron.release import require_megatron_core
 from nemo_rl.utils.errors import ConfigError
 
@@ -168,7 +168,7 @@ def _replace_split_sizes() -> None:
 
 
 @dataclass(frozen=True)
-class Groups:
+class ParallelGroups:
     """Groups that divide this rank's layers and tokens; None for an axis with one rank."""
 
     tp: Group = None
@@ -181,7 +181,7 @@ class Groups:
 
 def start_model_parallel(
     layout: ParallelLayout, section: MegatronConfig, device: torch.device, seed: int = 0
-) -> Groups:
+) -> ParallelGroups:
     """Make the groups; the default process group must exist. Collective.
 
     Args:
@@ -212,17 +212,17 @@ def start_model_parallel(
         create_gloo_process_groups=False,
     )
     model_parallel_cuda_manual_seed(seed % 2**32, force_reset_rng=True)
-    return Groups(
+    return ParallelGroups(
         tp=parallel_state.get_tensor_model_parallel_group() if layout.tp > 1 else None,
         cp=parallel_state.get_context_parallel_group() if layout.cp > 1 else None,
         sequence_parallel=bool(section.sequence_parallel) and layout.tp > 1,
     )
 
 
-def division_of(groups: Groups) -> Division:
+def division_of(groups: ParallelGroups) -> TokenDivision:
     """Return the division of a row's tokens, with this rank's part."""
     cp, sp = groups.cp, groups.tp if groups.sequence_parallel else None
-    return Division(
+    return TokenDivision(
         cp=cp.size() if cp else 1,
         cp_rank=cp.rank() if cp else 0,
         sp=sp.size() if sp else 1,

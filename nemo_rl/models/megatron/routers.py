@@ -22,7 +22,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from nemo_rl.models.expert_routing import ReplayCounts, load_metrics, require_layers
-from nemo_rl.models.megatron.inputs import Division, RankInputs
+from nemo_rl.models.megatron.inputs import RankInputs, TokenDivision
 from nemo_rl.utils.errors import ConfigError
 
 
@@ -43,7 +43,7 @@ class ExpertLoad:
     """
 
     def __init__(
-        self, chunks: Sequence[Any], division: Division, device: torch.device, *, each_layer: bool = False
+        self, chunks: Sequence[Any], division: TokenDivision, device: torch.device, *, each_layer: bool = False
     ) -> None:
         config = chunks[0].config
         self._each_layer = each_layer
@@ -79,7 +79,7 @@ class ExpertLoad:
 _CHOOSES_OTHERWISE = ("sinkhorn", "quantile_balancing")
 
 
-class ReplayedRouters:
+class MegatronReplayedRouters:
     """The routers of this rank's layers, which choose the recorded experts of the current microbatch.
 
     The experts of a microbatch hold until the next forward pass. So a layer that is computed again in the backward pass
@@ -93,7 +93,7 @@ class ReplayedRouters:
         ConfigError: the model has no experts, or chooses them in a way that cannot be replayed.
     """
 
-    def __init__(self, chunks: Sequence[Any], division: Division, device: torch.device) -> None:
+    def __init__(self, chunks: Sequence[Any], division: TokenDivision, device: torch.device) -> None:
         config = chunks[0].config
         _require_replayable(config)
         self.counts = ReplayCounts(device)

@@ -22,9 +22,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
-from nemo_rl.models.megatron.inputs import Division, RankInputs, without_scores
-from nemo_rl.models.megatron.routers import ReplayedRouters, routers
-from nemo_rl.models.megatron.scoring import Scoring
+from nemo_rl.models.megatron.inputs import RankInputs, TokenDivision, without_scores
+from nemo_rl.models.megatron.routers import MegatronReplayedRouters, routers
+from nemo_rl.models.megatron.scoring import OutputScoring
 from nemo_rl.models.training.interfaces import ForwardStep
 
 type Watch = Callable[[RankInputs], AbstractContextManager[None]]
@@ -89,10 +89,10 @@ class Schedule:
     def __init__(
         self,
         chunks: list[Any],
-        scoring: Scoring,
-        division: Division,
+        scoring: OutputScoring,
+        division: TokenDivision,
         watch: Watch | None = None,
-        replay: ReplayedRouters | None = None,
+        replay: MegatronReplayedRouters | None = None,
     ) -> None:
         self._chunks, self._scoring, self._division, self._watch = chunks, scoring, division, watch
         self._replay = replay

@@ -24,7 +24,7 @@ from nemo_rl.distributed.parallel_logprobs.head import OutputHead
 from nemo_rl.distributed.ranks.collectives import all_gather, all_reduce, reduce_gradient
 from nemo_rl.models.draft.trainer import DraftTrainer
 from nemo_rl.models.megatron.inputs import RankInputs
-from nemo_rl.models.megatron.parallel import Groups
+from nemo_rl.models.megatron.parallel import ParallelGroups
 
 if TYPE_CHECKING:
     from nemo_rl.models.megatron.model.mtp import MTPLoss
@@ -68,7 +68,7 @@ def logit_transform(hf_config: PretrainedConfig) -> LogitTransform:
     return LogitTransform(cap=cap)
 
 
-class Scoring:
+class OutputScoring:
     """Scores hidden states; GPTModel calls it in the last stage with the `RankInputs` as context.
 
     Args:
@@ -80,7 +80,7 @@ class Scoring:
 
     def __init__(
         self,
-        groups: Groups,
+        groups: ParallelGroups,
         density: SamplingDensity,
         transform: LogitTransform | None = None,
         chunk_size: int | None = None,

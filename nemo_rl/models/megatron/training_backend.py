@@ -92,9 +92,9 @@ class MegatronTraining(FolderBackend):
 
     @override
     def rank_memory(self) -> "type[RankMemory]":
-        from nemo_rl.models.megatron.mesh_check import MegatronRank
+        from nemo_rl.models.megatron.mesh_check import MeshPlace
 
-        return MegatronRank
+        return MeshPlace
 
     def environment(self, policy: PolicyConfig) -> dict[str, str]:
         """Limit each GPU to one hardware queue if layers are divided, and let rings of ranks batch their messages.

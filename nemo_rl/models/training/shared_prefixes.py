@@ -109,7 +109,7 @@ class SharedLayout:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Neighbours:
     """Neighbouring tokens of the layout."""
 
     row: int
@@ -157,18 +157,18 @@ def share_prefixes(input_ids: Tensor, lengths: Sequence[int], prefixes: Prefixes
     return SharedLayout(model_inputs, places_BT, num_tokens)
 
 
-def _parts(lengths: Sequence[int], prefixes: Prefixes) -> tuple[list[_Part], list[int | None]]:
+def _parts(lengths: Sequence[int], prefixes: Prefixes) -> tuple[list[_Neighbours], list[int | None]]:
     """Return the parts in their order, and for each row the index of its own part."""
     nodes = prefixes.nodes
-    parts: list[_Part] = []
+    parts: list[_Neighbours] = []
     number_of: dict[int, int | None] = {0: None}
     for node in sorted(range(1, len(nodes)), key=lambda node: (nodes[node].depth, nodes[node].first)):
         depth, parent, first = nodes[node]
         number_of[node] = len(parts)
-        parts.append(_Part(prefixes.rows[first], nodes[parent].depth, depth, number_of[parent]))
+        parts.append(_Neighbours(prefixes.rows[first], nodes[parent].depth, depth, number_of[parent]))
     of_row: list[int | None] = [None] * len(lengths)
     node_of = dict(zip(prefixes.rows, prefixes.node_of_place, strict=True))
     for row in sorted(range(len(lengths)), key=lambda row: (nodes[node_of[row]].depth, lengths[row], row)):
         of_row[row] = len(parts)
-        parts.append(_Part(row, nodes[node_of[row]].depth, lengths[row], number_of[node_of[row]]))
+        parts.append(_Neighbours(row, nodes[node_of[row]].depth, lengths[row], number_of[node_of[row]]))
     return parts, of_row

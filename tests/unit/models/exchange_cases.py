@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nemo_rl.distributed.ranks.tensor_block import TensorBlock, whole_block
 from nemo_rl.weight_sync.buckets import cut, view_of
-from nemo_rl.weight_sync.exchange import BlockReader, Exchange, everywhere, fill
+from nemo_rl.weight_sync.exchange import BlockExchange, BlockReader, everywhere, fill
 from nemo_rl.weight_sync.lanes import plan_lanes
 from nemo_rl.weight_sync.parts import BlocksByName, HeldWeights
 
@@ -75,7 +75,7 @@ def exchanged(held_weights: Callable[[], HeldWeights], bucket_size_bytes: int = 
 def _for(engine: str, tensors: dict[str, Tensor], weights: HeldWeights, bucket_size_bytes: int) -> dict[str, Any]:
     reads, me = reads_of(engine, tensors), dist.get_rank()
     lanes = plan_lanes(reads, len(reads), dist.get_world_size())
-    exchange = Exchange(dist.group.WORLD)
+    exchange = BlockExchange(dist.group.WORLD)
     least = _least(tensors, weights, [lane.parts for lane in lanes if lane.sender == me])
     packs = [lane.sender == me for lane in lanes]
     steps = exchange.plan(weights, packs, [lane.parts for lane in lanes], bucket_size_bytes)

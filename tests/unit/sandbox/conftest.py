@@ -12,10 +12,10 @@ import attempts
 import psutil
 import pytest
 
-from nemo_rl.sandbox import Limits, Outcome, Program, Sandbox, why_unavailable
+from nemo_rl.sandbox import Limits, Program, ProgramOutcome, Sandbox, why_unavailable
 from nemo_rl.sandbox.mechanisms import IN_ORDER, Mechanism
 
-Run = Callable[[str, Limits], Outcome]
+Run = Callable[[str, Limits], ProgramOutcome]
 
 
 def _name(mechanism: Mechanism) -> str:
@@ -72,7 +72,7 @@ def scratch_folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def run(mechanism: Mechanism, scratch_folders: Path, machine: attempts.Machine) -> Run:
     """Run a program, and check afterwards that none of its processes and files is left."""
 
-    def run_and_check(source: str, limits: Limits) -> Outcome:
+    def run_and_check(source: str, limits: Limits) -> ProgramOutcome:
         mark = f"mark-{uuid.uuid4()}"
         outcome = Sandbox(limits, mechanism).run(Program(source, arguments=(mark,), readable=(str(machine.library),)))
         assert not [one for one in psutil.Process().children(recursive=True) if _runs_a_sandbox(one)]

@@ -7,7 +7,7 @@ import pytest
 
 from nemo_rl.__main__ import main
 from nemo_rl.commands.size import proposal, run
-from nemo_rl.commands.size.jobs import Gpu, chosen_gpu
+from nemo_rl.commands.size.jobs import GpuKind, chosen_gpu
 from nemo_rl.commands.size.proposal import Proposal, described
 from nemo_rl.commands.size.report import needed_overrides, overrides_of, write_file
 from nemo_rl.config import REPOSITORY_ROOT, MasterConfig, SFTMasterConfig, load_config
@@ -61,7 +61,7 @@ def test_the_shortage_is_that_of_the_placement(monkeypatch: pytest.MonkeyPatch) 
     """With engines on their own GPUs, the policy has 6 of 8."""
     asked = []
 
-    def nothing(config: MasterConfig, gpu: Gpu, refused: list[str] | None = None) -> Proposal | None:
+    def nothing(config: MasterConfig, gpu: GpuKind, refused: list[str] | None = None) -> Proposal | None:
         asked.append(config.policy.generation.colocated.enabled)  # type: ignore[union-attr]
         return None
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from nemo_rl.distributed.ranks.tensor_block import TensorBlock
 from nemo_rl.utils.errors import WeightSyncError
 from nemo_rl.weight_sync.buckets import view_of
-from nemo_rl.weight_sync.exchange import Move, RankOfTrainer, Step, fill, place_of, plan_steps
+from nemo_rl.weight_sync.exchange import Move, PackingStep, RankOfTrainer, fill, place_of, plan_steps
 from nemo_rl.weight_sync.parts import BlocksByName, Held
 
 pytestmark = pytest.mark.fast
@@ -94,7 +94,7 @@ def test_every_rank_packs_what_its_lanes_read(drawn, bucket_size):
                         assert torch.equal(view_of(flat, slot), place_of(slot).of(value(slot.name)))
 
 
-def check_both_sides(steps: tuple[Step, ...], target: int, moves: list[Move]) -> None:
+def check_both_sides(steps: tuple[PackingStep, ...], target: int, moves: list[Move]) -> None:
     for source, step in enumerate(steps):
         sent = [move for move in step.moves if move.target == target and move.source == source]
         assert sent == [move for move in moves if move.source == source], "both sides agree on the message"

@@ -58,7 +58,7 @@ _SPACED_COMMA = re.compile(r",(?!\s)(?=\d{3}(?!\d))")
 
 
 @dataclass(frozen=True)
-class Collection:
+class AnswerCollection:
     """An answer with several parts."""
 
     kind: str
@@ -67,22 +67,22 @@ class Collection:
     """Its parts in order."""
 
 
-def read_collection(text: str) -> Collection | None:
+def read_collection(text: str) -> AnswerCollection | None:
     """Read a list, a set, a tuple or an interval; None if the answer is a single value."""
     if r"\cup" in text:
         parts = [part.strip() for part in _split_word(text, r"\cup")]
         if len(parts) > 1:
-            return Collection(UNION, parts)
+            return AnswerCollection(UNION, parts)
     inside = _inside(text, r"\{", r"\}")
     if inside is not None and not re.search(r"\\mid|[|:]|\\in ", inside):
-        return Collection(SET, _commas(inside))
+        return AnswerCollection(SET, _commas(inside))
     if text[:1] in ("(", "[") and closing(text, 0) == len(text) - 1:
         parts = _commas(text[1:-1])
-        return Collection(text[0] + text[-1], parts) if len(parts) > 1 else None
+        return AnswerCollection(text[0] + text[-1], parts) if len(parts) > 1 else None
     if read_number(split_unit(text)[0]) is not None or r"\begin" in text:
         return None
     parts = split_top(_listed(text), ",;")
-    return Collection(LIST, [part for part in parts if part]) if len(parts) > 1 else None
+    return AnswerCollection(LIST, [part for part in parts if part]) if len(parts) > 1 else None
 
 
 def _listed(text: str) -> str:
@@ -131,7 +131,7 @@ def compare_collections(truth: str, answer: str, same: Same) -> bool | None:
     return _equal_collections(first, second, same)
 
 
-def _equal_collections(first: Collection, second: Collection, same: Same) -> bool:
+def _equal_collections(first: AnswerCollection, second: AnswerCollection, same: Same) -> bool:
     if SET in (first.kind, second.kind) and {first.kind, second.kind} <= {SET, LIST}:
         return _equal_unordered(_distinct(first.parts, same), _distinct(second.parts, same), same)
     if len(first.parts) != len(second.parts):
@@ -214,7 +214,7 @@ def _sign_of(plus: str) -> Callable[[re.Match[str]], str]:
     return lambda sign: "+" if sign[1] == plus else "-"
 
 
-def _interval(text: str, other: str) -> Collection | None:
+def _interval(text: str, other: str) -> AnswerCollection | None:
     """Return the interval of an inequality, if the other answer is an interval or an inequality of the same name."""
     found = _named_interval(text)
     if found is None:
@@ -225,7 +225,7 @@ def _interval(text: str, other: str) -> Collection | None:
     return found[1] if other[:1] in ("(", "[") and read_collection(other) is not None else None
 
 
-def _named_interval(text: str) -> tuple[str, Collection] | None:
+def _named_interval(text: str) -> tuple[str, AnswerCollection] | None:
     parts = [part.strip() for part in _RELATION.split(text)]
     signs = [sign.strip() for sign in _RELATION.findall(text)]
     names = [place for place, part in enumerate(parts) if re.fullmatch(r"[A-Za-z](?:_\{?\w\}?)?", part)]
@@ -241,7 +241,7 @@ def _named_interval(text: str) -> tuple[str, Collection] | None:
         return None
     low = (parts[place - 1], "(" if signs[0] == "<" else "[") if place else (r"-\infty", "(")
     high = (parts[place + 1], ")" if signs[-1] == "<" else "]") if place + 1 < len(parts) else (r"\infty", ")")
-    return name, Collection(low[1] + high[1], [low[0], high[0]])
+    return name, AnswerCollection(low[1] + high[1], [low[0], high[0]])
 
 
 def compare_matrices(truth: str, answer: str, same: Same) -> bool | None:

@@ -164,7 +164,7 @@ def as_float(value: Any) -> float:
     return float(ask_of(value, "__float__"))
 
 
-class Run:
+class TestsRun:
     """Runs tests one after another.
 
     Args:
@@ -270,7 +270,7 @@ def main(incoming: int, outgoing: int, verdict: int) -> None:
     names["__checks__"] = counts
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
     prepared(plan["setup"] + "".join(plan["tests"]))
-    run = Run(names, counts, originals)
+    run = TestsRun(names, counts, originals)
     try:
         names["__solution__"] = solution.ask("value", Name("__solution__"))
         exec(compile(setup, "setup.py", "exec"), names)

@@ -16,7 +16,7 @@ from nemo_rl.distributed.ranks.placements import held_here, whole
 from nemo_rl.distributed.ranks.tensor_block import TensorBlock, block_here, whole_block
 from nemo_rl.models.dtensor.checkpoints.model_files import weights_by_name
 from nemo_rl.models.dtensor.pipeline.stages import stage_of, without_copies
-from nemo_rl.models.huggingface.checkpoint_names import Group, Result, groups_in_checkpoint
+from nemo_rl.models.huggingface.checkpoint_names import Result, TensorGroup, groups_in_checkpoint
 from nemo_rl.models.huggingface.load import stays_float32
 from nemo_rl.models.training.low_rank import ADAPTER_PARAMETERS
 from nemo_rl.weight_sync.parts import Held, Readable, SharedReads, dtype_name
@@ -26,7 +26,7 @@ Value = Callable[[str], Tensor]
 
 
 Results = dict[str, dict[str, Result] | None]
-"""`Group.results` by target, which take a second for thousands of experts, kept from one stream to the next."""
+"""`TensorGroup.results` by target, which take a second for thousands of experts, kept from one stream to the next."""
 
 
 def held_weights(hf: PreTrainedModel, value: Value, dtype: torch.dtype | None, results: Results) -> Iterator[Readable]:
@@ -97,7 +97,7 @@ def _read(result: Result, place: TensorBlock, name: str, once: SharedReads[str])
 
 
 def _converted_whole(
-    hf: PreTrainedModel, group: Group, names: Sequence[str], value: Value, order: tuple[int, int], dtype: str
+    hf: PreTrainedModel, group: TensorGroup, names: Sequence[str], value: Value, order: tuple[int, int], dtype: str
 ) -> Iterator[Readable]:
     """Yield the results of a conversion that needs whole weights; the ranks that divide them gather them."""
     weights = weights_by_name(hf)

@@ -27,7 +27,7 @@ from nemo_rl.distributed.ranks.shared_failure import raise_on_all_ranks
 from nemo_rl.distributed.ranks.tensor_block import TensorBlock, block_here
 from nemo_rl.files.regular_file import open_regular
 from nemo_rl.models.dtensor.pipeline.stages import names_here, stage_of, without_copies
-from nemo_rl.models.huggingface.checkpoint_names import Group, groups_in_memory, in_checkpoint
+from nemo_rl.models.huggingface.checkpoint_names import TensorGroup, groups_in_memory, in_checkpoint
 from nemo_rl.models.huggingface.folders import MODEL_FOLDER, TENSOR_FILES
 from nemo_rl.models.huggingface.tensor_files import (
     MAX_FILE_BYTES,
@@ -292,7 +292,7 @@ def read_weights(hf: PreTrainedModel, tensors: TensorFiles, *, strict: bool = Fa
     return found
 
 
-def _read_group(hf: PreTrainedModel, group: Group, tensors: TensorFiles, wanted: dict[str, Tensor]) -> None:
+def _read_group(hf: PreTrainedModel, group: TensorGroup, tensors: TensorFiles, wanted: dict[str, Tensor]) -> None:
     """Read a group of tensors into the weights made from it, as far as this rank holds them."""
     if group.converter is None:
         (source,) = group.sources

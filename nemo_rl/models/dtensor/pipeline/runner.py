@@ -34,7 +34,7 @@ from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.ranks.process_group import collective_timeout
 from nemo_rl.models.dtensor.mesh import Meshes
 from nemo_rl.models.dtensor.parallelize import ShardableModel, reshard
-from nemo_rl.models.dtensor.pipeline.stages import Stage, active, stage_of
+from nemo_rl.models.dtensor.pipeline.stages import PipelineStage, active, stage_of
 from nemo_rl.models.huggingface.load import torch_dtype
 from nemo_rl.models.training.inputs import ModelInputs
 from nemo_rl.models.training.interfaces import ForwardStep
@@ -60,14 +60,14 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class StageExchange:
     """Sends and receives of a stage at the end of one round."""
 
     sends: tuple[Transfer, ...]
     receives: tuple[Transfer, ...]
 
 
-type Program = list[Pass | Exchange]
+type Program = list[Pass | StageExchange]
 """Passes and exchanges of one stage, in order."""
 
 
@@ -142,7 +142,7 @@ def _needs(step: Pass, num_chunks: int) -> set[Pass]:
     return needs
 
 
-def _exchanges(ran: dict[int, Pass], num_stages: int, num_chunks: int) -> dict[int, Exchange]:
+def _exchanges(ran: dict[int, Pass], num_stages: int, num_chunks: int) -> dict[int, StageExchange]:
     """Return each stage's sends and receives after the passes of one round; stages without any are left out."""
     sends: dict[int, list[Transfer]] = {}
     receives: dict[int, list[Transfer]] = {}
@@ -153,7 +153,7 @@ def _exchanges(ran: dict[int, Pass], num_stages: int, num_chunks: int) -> dict[i
             sends.setdefault(stage, []).append(Transfer(receiver, wanted_by))
             receives.setdefault(receiver, []).append(Transfer(stage, wanted_by))
     return {
-        stage: Exchange(tuple(sends.get(stage, ())), tuple(receives.get(stage, ())))
+        stage: StageExchange(tuple(sends.get(stage, ())), tuple(receives.get(stage, ())))
         for stage in sorted(sends.keys() | receives.keys())
     }
 
@@ -198,7 +198,9 @@ class Pipeline:
         enter: called before each forward and backward pass of this stage.
     """
 
-    def __init__(self, model: ShardableModel, stage: Stage, hidden: HiddenStates, score: Score, enter: Enter) -> None:
+    def __init__(
+        self, model: ShardableModel, stage: PipelineStage, hidden: HiddenStates, score: Score, enter: Enter
+    ) -> None:
         self.model, self.stage, self.hidden, self.score, self.enter = model, stage, hidden, score, enter
         device = stage.place.device
         # On GPUs a wait with a limit would block the host; there the group's watchdog enforces the limit.
@@ -215,7 +217,7 @@ class Pipeline:
         self.model.train(backward)
         with torch.set_grad_enabled(backward):
             for step in program:
-                run.exchange(step) if isinstance(step, Exchange) else run.make(step)
+                run.exchange(step) if isinstance(step, StageExchange) else run.make(step)
         run.finish(keep=0)
         reshard(self.model)
 
@@ -260,7 +262,7 @@ class _Run:
         else:
             self._backward(step, taken)
 
-    def exchange(self, exchange: Exchange) -> None:
+    def exchange(self, exchange: StageExchange) -> None:
         """Start the sends and receives of a round."""
         place = self.pipeline.stage.place
         group = place.group

@@ -68,7 +68,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Stage:
+class PipelineStage:
     """The part of a model that remains after `cut`."""
 
     place: Place
@@ -94,7 +94,7 @@ class Stage:
         return total
 
 
-def stage_of(hf: nn.Module) -> Stage | None:
+def stage_of(hf: nn.Module) -> PipelineStage | None:
     """Return the stage that `cut` made of this model; None for a whole model."""
     return getattr(hf, _ATTRIBUTE, None)
 
@@ -118,7 +118,7 @@ def layers_of_chunks(num_layers: int, num_stages: int, chunks_per_stage: int) ->
     return tuple(range(*bounds) for bounds in zip(starts, starts[1:], strict=False))
 
 
-def keep_stage(hf: PreTrainedModel, meshes: Meshes, chunks_per_stage: int, device: torch.device) -> Stage:
+def keep_stage(hf: PreTrainedModel, meshes: Meshes, chunks_per_stage: int, device: torch.device) -> PipelineStage:
     """Reduce a model, in place, to the part that this rank's stage holds; call `try_division` before.
 
     Raises:
@@ -142,7 +142,7 @@ def try_division(probe_model: PreTrainedModel) -> None:
     require_divisible(probe_model, Place(0, len(chunks), chunks))
 
 
-def cut(hf: PreTrainedModel, place: Place) -> Stage:
+def cut(hf: PreTrainedModel, place: Place) -> PipelineStage:
     """Remove, in place, the modules that other stages hold; all ranks must call this before sharding.
 
     Raises:
@@ -159,7 +159,7 @@ def cut(hf: PreTrainedModel, place: Place) -> Stage:
     mine = set(hf.state_dict(keep_vars=True))
     held = {known[name] for name in mine}
     before = {known[name] for name, stages in owners.items() if min(stages) < place.number}
-    stage = Stage(
+    stage = PipelineStage(
         place,
         renamed={name: known[name] for name in mine if known[name] != name},
         shared=shared,

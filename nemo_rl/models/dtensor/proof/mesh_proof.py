@@ -140,7 +140,7 @@ def prove_mesh(policy: PolicyConfig, layout: ParallelLayout, model: PretrainedCo
     if not needs_proof(layout, model):
         return
     mesh = SmallMesh.of(policy, layout)
-    question = _Question(policy, mesh, model)
+    question = _ProofQuestion(policy, mesh, model)
     number = digest(policy, mesh, model)
     if is_proven(number):
         return
@@ -156,7 +156,7 @@ def prove_mesh(policy: PolicyConfig, layout: ParallelLayout, model: PretrainedCo
 
 
 @dataclass(frozen=True)
-class _Question:
+class _ProofQuestion:
     """A mesh and a model for which it is to be proven."""
 
     policy: PolicyConfig
@@ -190,14 +190,14 @@ class _Question:
         fine = [keys for keys, question in self._simpler() if question is None or question.failure() is None]
         return f"Set {' or '.join(fine) or _alone(self.policy)}."
 
-    def _simpler(self) -> Iterator[tuple[str, "_Question | None"]]:
+    def _simpler(self) -> Iterator[tuple[str, "_ProofQuestion | None"]]:
         for keys, changes in _changes(self.policy).items():
             section = self.policy.dtensor_cfg.model_copy(update=changes)
             policy = self.policy.model_copy(update={"dtensor_cfg": section})
             sizes = {axis: section.size(axis) for axis in _AXES}
             alone = all(size == 1 for size in sizes.values())
             ranks = ParallelLayout(**sizes)
-            yield keys, None if alone else _Question(policy, SmallMesh.of(policy, ranks), self.model)
+            yield keys, None if alone else _ProofQuestion(policy, SmallMesh.of(policy, ranks), self.model)
 
 
 def _keys(policy: PolicyConfig) -> Iterator[str]:
@@ -228,7 +228,7 @@ def _alone(policy: PolicyConfig) -> str:
     return " and ".join(f"{policy.dtensor_cfg.size_keys[axis]}=1" for axis in axes)
 
 
-def _prove(question: _Question) -> Failure | None:
+def _prove(question: _ProofQuestion) -> Failure | None:
     """Compare one process with the ranks; runs in the prover process.
 
     Computes in float64, which shows small errors, or in float32 if the architecture fails in float64. Models with

@@ -37,9 +37,9 @@ from nemo_rl.models.attention.kernels import CachedPass
 from nemo_rl.models.generation.continuous import ContinuousEngine, TokenCache
 from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.generation.ranks import (
-    Call,
     Link,
     Meeting,
+    RankCall,
     ServedRank,
     call_all,
     ending_if_alone,
@@ -346,7 +346,7 @@ class MegatronEngine(_HoldsPart, ContinuousEngine):
     def _on_all(self, method: str, *args: Any, answering: Sequence[bool] = ()) -> list[Any]:
         """Call a method of each part, or "cache.x"; return the own answer and those of the ranks in `answering`."""
         wanted = answering or [False] * len(self._links)
-        answers = call_all(self._links, Call(method, args, {}, wants_answer=False), wanted)
+        answers = call_all(self._links, RankCall(method, args, {}, wants_answer=False), wanted)
         with ending_if_alone(self._links):
             own = attrgetter(method)(self._part)(*args)
         return [own, *(answer.result() for answer in answers if answer is not None)]
@@ -373,7 +373,7 @@ class MegatronRank(_HoldsPart, ServedRank):
         self._part = ModelPart(settings, meeting)
         self.serve(link, self._execute)
 
-    def _execute(self, call: Call) -> Any:
+    def _execute(self, call: RankCall) -> Any:
         value = attrgetter(str(call.method))(self._part)(*call.args)
         return value if call.wants_answer else None
 

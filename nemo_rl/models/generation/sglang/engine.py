@@ -53,7 +53,7 @@ _ALL_TOKENS = -1
 _REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
-class Answer(NamedTuple):
+class ServerAnswer(NamedTuple):
     """An answer of the server."""
 
     result: GenerationResult
@@ -93,7 +93,7 @@ def generate_body(request_id: str, request: GenerationRequest, room: int) -> dic
     }
 
 
-def read_answer(answer: Any) -> Answer:
+def read_answer(answer: Any) -> ServerAnswer:
     """Read the JSON of an answer.
 
     Raises:
@@ -117,7 +117,7 @@ def read_answer(answer: Any) -> Answer:
         raise NonFiniteError("SGLang's log-probabilities are not finite, so weights or activations are not.")
     tokens = np.array([token for _, token in drawn], np.int32)
     result = GenerationResult(tokens, np.array(logprobs, np.float32), kind, spans or [VersionSpan(0, -1)])
-    return Answer(result, bool(spans), str(reason.get("message") or "no reason is given"))
+    return ServerAnswer(result, bool(spans), str(reason.get("message") or "no reason is given"))
 
 
 def version_of(label: Any) -> int:

@@ -45,7 +45,7 @@ from nemo_rl.models.generation.vllm.drafting import (
     propose_to_the_end,
 )
 from nemo_rl.models.generation.vllm.experts import ExpertReports, with_experts
-from nemo_rl.models.generation.vllm.grammars import REFUSED, Scoring, is_scored, of_tokens, reading
+from nemo_rl.models.generation.vllm.grammars import REFUSED, ResponseScoring, is_scored, of_tokens, reading
 from nemo_rl.models.generation.vllm.running_model import (
     begin_reload,
     finish_reload,
@@ -80,7 +80,7 @@ class VllmEngine(SteppedEngine):
         self._tensor_parallel_size = settings.tensor_parallel_size
         self._place = engine_of(int(os.environ["RANK"]), settings.num_workers)[1] if settings.num_workers > 1 else 0
         self._vllm_ids: dict[str, str] = {}
-        self._scoring = Scoring()
+        self._scoring = ResponseScoring()
         with described(settings.draft) as draft_folder:
             self._build(settings, engine_arguments(settings, draft_folder))
         if settings.quantization is not None and settings.quantization.simulated:

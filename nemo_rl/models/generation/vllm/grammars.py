@@ -89,7 +89,7 @@ def reading() -> VllmSamplingParams:
 
 
 @dataclass
-class Scoring:
+class ResponseScoring:
     """The responses of one engine that are scored when they have been drawn."""
 
     prompts: dict[str, list[int]] = field(default_factory=dict)

@@ -29,10 +29,10 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.generation.ranks import (
-    Answer,
-    Call,
     Link,
     Meeting,
+    RankAnswer,
+    RankCall,
     ServedRank,
     call_all,
     ending_if_alone,
@@ -169,8 +169,8 @@ class RanksExecutor(UniProcExecutor):
             single_value: return only the answer of the rank that samples, the first one of the last stage.
         """
         answering = [not single_value or rank == self._output_rank for rank, _ in enumerate(self._links, start=1)]
-        answers = call_all(self._links, Call(method, args, kwargs or {}, wants_answer=True), answering)
-        of_other: Answer | None = answers[self._output_rank - 1] if single_value and self._output_rank else None
+        answers = call_all(self._links, RankCall(method, args, kwargs or {}, wants_answer=True), answering)
+        of_other: RankAnswer | None = answers[self._output_rank - 1] if single_value and self._output_rank else None
         with ending_if_alone(self._links):
             own = super().collective_rpc(
                 method, args=args, kwargs=kwargs, non_block=non_block and of_other is None, single_value=True
@@ -195,7 +195,7 @@ class VllmRank(ServedRank):
         self._worker = _build_worker(start, meeting)
         self.serve(link, self._execute)
 
-    def _execute(self, call: Call) -> Any:
+    def _execute(self, call: RankCall) -> Any:
         value = run_method(self._worker, call.method, call.args, call.kwargs)
         return value.get_output() if call.wants_answer and isinstance(value, AsyncModelRunnerOutput) else value
 

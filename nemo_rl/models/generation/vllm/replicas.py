@@ -20,10 +20,10 @@ from nemo_rl.distributed.ranks.rendezvous import hold_port
 from nemo_rl.models.generation.engine_load import EngineLoad
 from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest
 from nemo_rl.models.generation.ranks import (
-    Answer,
-    Call,
     Link,
     Meeting,
+    RankAnswer,
+    RankCall,
     ServedRank,
     ending_if_alone,
     meet,
@@ -152,14 +152,14 @@ class VllmReplicas(SteppedEngine):
         """Call a method of a replica's engine."""
         if replica == 0:
             return getattr(self._own, method)(*args)
-        answer = self._links[replica - 1].call(Call(method, args, {}, True))
+        answer = self._links[replica - 1].call(RankCall(method, args, {}, True))
         assert answer is not None, "an answer is wanted"
         return answer.result()
 
     def _on_all(self, method: str, **kwargs: Any) -> list[Any]:
         """Call a method of all replicas' engines at the same time."""
-        calls = [link.call(Call(method, (), kwargs, True)) for link in self._links]
-        answers: list[Answer] = [answer for answer in calls if answer is not None]
+        calls = [link.call(RankCall(method, (), kwargs, True)) for link in self._links]
+        answers: list[RankAnswer] = [answer for answer in calls if answer is not None]
         with ending_if_alone(self._links):
             own = getattr(self._own, method)(**kwargs)
         return [own, *(answer.result() for answer in answers)]
@@ -175,7 +175,7 @@ class VllmReplica(ServedRank):
         self._engine = VllmEngine(settings)
         self.serve(link, self._execute)
 
-    def _execute(self, call: Call) -> Any:
+    def _execute(self, call: RankCall) -> Any:
         return getattr(self._engine, str(call.method))(*call.args, **call.kwargs)
 
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:

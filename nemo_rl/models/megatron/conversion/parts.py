@@ -2,7 +2,7 @@
 
 Map the rows of a parameter's tensor-parallel shards to rows of hub tensors. A parameter of Megatron Core consists of
 rows of one or several hub tensors, its parts: a gated layer holds gate above up, attention holds query, key and value
-heads by groups. Reading and writing both use a `Layout`.
+heads by groups. Reading and writing both use a `RowLayout`.
 
 Invariant: the segments of all shards cover every row of every part once.
 
@@ -38,7 +38,7 @@ class Segment:
         return self.stop - self.start
 
 
-class Layout(Protocol):
+class RowLayout(Protocol):
     """Order of the rows of the parts in each shard of a parameter."""
 
     def part_rows(self, num_rows: int) -> list[int]:
@@ -56,11 +56,11 @@ class Stacked:
     """2 for gate above up; 1 for a parameter that is one hub tensor."""
 
     def part_rows(self, num_rows: int) -> list[int]:
-        """See `Layout`."""
+        """See `RowLayout`."""
         return [num_rows // self.num_parts] * self.num_parts
 
     def segments(self, num_rows: int, shard: int, num_shards: int) -> Iterator[Segment]:
-        """See `Layout`."""
+        """See `RowLayout`."""
         rows = num_rows // self.num_parts
         for part in range(self.num_parts):
             yield Segment(part, shard * rows, (shard + 1) * rows)
@@ -84,11 +84,11 @@ class Grouped:
         return (self.queries_per_group * self.head_dim, self.head_dim, self.head_dim)
 
     def part_rows(self, num_rows: int) -> list[int]:
-        """See `Layout`."""
+        """See `RowLayout`."""
         return [num_rows // sum(self._sizes) * size for size in self._sizes]
 
     def segments(self, num_rows: int, shard: int, num_shards: int) -> Iterator[Segment]:
-        """See `Layout`."""
+        """See `RowLayout`."""
         first, last = shard * num_rows, (shard + 1) * num_rows
         group_rows = sum(self._sizes)
         for group in range(first // group_rows, -(-last // group_rows)):
@@ -177,7 +177,7 @@ class Rule:
     """Name with global numbers of layers and experts."""
     parts: tuple[Part, ...]
     """Locations of its values in hub tensors."""
-    layout: Layout = Stacked()
+    layout: RowLayout = Stacked()
     """Order of the parts' rows in the parameter."""
     dim: int | None = None
     """Dimension that tensor parallelism divides; None keeps the parameter whole on every rank."""

@@ -49,7 +49,7 @@ _PACKED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True)
-class DividedRow:
+class MegatronDividedRow:
     """Attention plan and token order of a row that context-parallel ranks divide, for one rank."""
 
     plan: AttentionPlan
@@ -65,12 +65,12 @@ class DividedRow:
 
 
 @lru_cache(maxsize=16)
-def divided_row(length: int, ranks: int, rank: int, device: torch.device) -> DividedRow:
+def divided_row(length: int, ranks: int, rank: int, device: torch.device) -> MegatronDividedRow:
     """Divide a row that is one sequence of `length` tokens on all ranks together."""
     return _divide([0, length], ranks, rank, device)
 
 
-def divided_sequences(bounds: Tensor, ranks: int, rank: int) -> DividedRow:
+def divided_sequences(bounds: Tensor, ranks: int, rank: int) -> MegatronDividedRow:
     """Divide a row of packed sequences.
 
     Args:
@@ -80,11 +80,11 @@ def divided_sequences(bounds: Tensor, ranks: int, rank: int) -> DividedRow:
     """
     if bounds not in _PACKED:
         _PACKED[bounds] = _divide(bounds.tolist(), ranks, rank, bounds.device)
-    row: DividedRow = _PACKED[bounds]
+    row: MegatronDividedRow = _PACKED[bounds]
     return row
 
 
-def _divide(bounds: Sequence[int], ranks: int, rank: int, device: torch.device) -> DividedRow:
+def _divide(bounds: Sequence[int], ranks: int, rank: int, device: torch.device) -> MegatronDividedRow:
     pieces, order = [], []
     for start, stop in pairwise(bounds):
         length = (stop - start) // (2 * ranks)
@@ -96,7 +96,7 @@ def _divide(bounds: Sequence[int], ranks: int, rank: int, device: torch.device) 
             owner = min(chunk, 2 * ranks - 1 - chunk)
             begin = owner * (bounds[-1] // ranks) + place + (chunk >= ranks) * length
             order.append(torch.arange(begin, begin + length))
-    return DividedRow(AttentionPlan(pieces), torch.cat(order).to(device))
+    return MegatronDividedRow(AttentionPlan(pieces), torch.cat(order).to(device))
 
 
 def parameter_device(config: TransformerConfig) -> torch.device:

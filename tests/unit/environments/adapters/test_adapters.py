@@ -11,7 +11,7 @@ import torch
 from nemo_rl.environments.registry import env_class_path
 from nemo_rl.environments.workers.loading import load_env_class
 from nemo_rl.kits.adapters.packages import library
-from nemo_rl.kits.adapters.replayed_game import Answer, ReplayedGame
+from nemo_rl.kits.adapters.replayed_game import GameAnswer, ReplayedGame
 from nemo_rl.utils.errors import ConfigError
 
 
@@ -46,7 +46,7 @@ class Dice(ReplayedGame[list[int]]):
 
     def act(self, handle, action):
         handle.append(random.randrange(100) + 100 * int(np.random.randint(100)))
-        return Answer(str(handle), 0.5, len(handle) == 6, is_valid=action == "throw")
+        return GameAnswer(str(handle), 0.5, len(handle) == 6, is_valid=action == "throw")
 
     def close_game(self, handle):
         self.num_closed += 1

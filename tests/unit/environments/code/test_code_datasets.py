@@ -10,7 +10,7 @@ from nemo_rl.config.schema.env import CodeEnvironmentConfig
 from nemo_rl.data.datasets.response_datasets import load_response_dataset
 from nemo_rl.data.datasets.setup import setup_response_data
 from nemo_rl.data.tokenizer import get_tokenizer
-from nemo_rl.kits.code.grading import Grader, parse_tests
+from nemo_rl.kits.code.grading import SolutionGrader, parse_tests
 from nemo_rl.sandbox import Limits, Sandbox, why_unavailable
 from nemo_rl.sandbox.mechanisms import IN_ORDER
 from nemo_rl.utils.errors import DataError
@@ -28,7 +28,7 @@ def load(name, path):
 def failing(rows, solution):
     if all(why_unavailable(one) for one in IN_ORDER):
         pytest.skip("no sandbox works here")
-    grader = Grader(Sandbox(LIMITS))
+    grader = SolutionGrader(Sandbox(LIMITS))
     pairs = ((solution(row), parse_tests(row["messages"][-1]["content"])) for row in rows)
     return [program for program, tests in pairs if not grader.grade(program, tests).is_right]
 

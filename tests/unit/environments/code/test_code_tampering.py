@@ -5,7 +5,7 @@ All run with the first mechanism of this machine; `tests/unit/sandbox` covers wh
 
 import pytest
 
-from nemo_rl.kits.code.grading import CallTests, Grader, OutputTests
+from nemo_rl.kits.code.grading import CallTests, OutputTests, SolutionGrader
 from nemo_rl.sandbox import Limits, Sandbox, choose_mechanism
 from nemo_rl.utils.errors import SandboxError
 
@@ -157,7 +157,7 @@ def grader():
         mechanism = choose_mechanism("auto")
     except SandboxError as error:
         pytest.skip(str(error))
-    return Grader(Sandbox(LIMITS, mechanism))
+    return SolutionGrader(Sandbox(LIMITS, mechanism))
 
 
 def test_a_right_solution_passes(grader):

@@ -11,7 +11,7 @@ from mutants import mutants
 
 from nemo_rl.config.base.paths import REPOSITORY_ROOT
 from nemo_rl.data.datasets.response_datasets import load_response_dataset
-from nemo_rl.kits.code.grading import CallTests, Grader, parse_tests
+from nemo_rl.kits.code.grading import CallTests, SolutionGrader, parse_tests
 from nemo_rl.sandbox import Limits, Sandbox, why_unavailable
 from nemo_rl.sandbox.mechanisms import IN_ORDER
 
@@ -47,7 +47,7 @@ def plain(programs):
 def compare(name, step, count):
     found = cases(name, step, count)
     expected = plain([program for *_, program in found])
-    grader = Grader(Sandbox(Limits(wall_time_s=20, cpu_time_s=10, memory_mb=1024)))
+    grader = SolutionGrader(Sandbox(Limits(wall_time_s=20, cpu_time_s=10, memory_mb=1024)))
     with ThreadPoolExecutor(2) as threads:
         verdicts = list(threads.map(lambda one: grader.grade(one[2], one[1]), found))
     differing = [

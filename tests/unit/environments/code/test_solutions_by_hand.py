@@ -7,7 +7,7 @@ import pytest
 from solutions_by_hand import RIGHT, WRONG
 
 from nemo_rl.data.datasets.rows.program_tests import reason_against
-from nemo_rl.kits.code.grading import CallTests, Grader
+from nemo_rl.kits.code.grading import CallTests, SolutionGrader
 from nemo_rl.sandbox import Limits, Sandbox, why_unavailable
 from nemo_rl.sandbox.mechanisms import IN_ORDER
 
@@ -17,7 +17,7 @@ ROWS = [(name, *row, True) for name, row in RIGHT.items()] + [(name, *row, False
 
 @pytest.fixture(scope="module")
 def grader():
-    return Grader(Sandbox(Limits(wall_time_s=60, cpu_time_s=60)))
+    return SolutionGrader(Sandbox(Limits(wall_time_s=60, cpu_time_s=60)))
 
 
 def named(text, number):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ray._private.async_compat import get_new_event_loop
 
 from nemo_rl.models.generation import ranks as meetings
-from nemo_rl.models.generation.ranks import Call, Link, Meeting, Outcome, open_link, open_links
+from nemo_rl.models.generation.ranks import CallOutcome, Link, Meeting, RankCall, open_link, open_links
 from nemo_rl.utils.errors import GenerationError
 
 FORK = multiprocessing.get_context("fork")
@@ -36,11 +36,11 @@ def _serve(port: int, rank: int, machines: tuple[int, ...]) -> None:
     """Serve as a rank that answers with its number and its input, or fails on request."""
     link = open_link(meeting(port, rank, machines), "ranks", 0)
     while True:
-        call: Call = link.receive()
+        call: RankCall = link.receive()
         if call.method == "fail":
-            link.send(Outcome(None, "it broke"))
+            link.send(CallOutcome(None, "it broke"))
         elif call.wants_answer:
-            link.send(Outcome((rank, *call.args)))
+            link.send(CallOutcome((rank, *call.args)))
 
 
 @pytest.fixture(params=list(PLACES))
@@ -62,7 +62,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[list[Link], list[Any
 
 
 def ask(link: Link, value: Any, wants_answer: bool = True) -> Any:
-    return link.call(Call("echo", (value,), {}, wants_answer))
+    return link.call(RankCall("echo", (value,), {}, wants_answer))
 
 
 def test_links_follow_rank_order_and_answers_follow_call_order(ranks) -> None:
@@ -77,12 +77,12 @@ def test_links_follow_rank_order_and_answers_follow_call_order(ranks) -> None:
 
 def test_a_failure_that_vllm_ignores_is_raised_by_the_next_answer(ranks) -> None:
     (link, _), _ = ranks
-    broken = link.call(Call("fail", (), {}, True))
+    broken = link.call(RankCall("fail", (), {}, True))
     later = ask(link, 1)
     with pytest.raises(RuntimeError, match="Worker 1 failed:\nit broke"):
         later.result()
     assert isinstance(broken.exception(0), RuntimeError)
-    link.call(Call("fail", (), {}, False))
+    link.call(RankCall("fail", (), {}, False))
     assert later.result() == (1, 1)
     with pytest.raises(RuntimeError, match="it broke"):
         link.end_if_alone(5.0)
@@ -93,7 +93,7 @@ def _answer_from_loop(port: int, machines: tuple[int, ...]) -> None:
 
     async def serve() -> None:
         link = open_link(meeting(port, 1, machines), "ranks", 0)
-        link.when_it_brings(asyncio.get_running_loop(), lambda: link.send(Outcome(link.receive().args)))
+        link.when_it_brings(asyncio.get_running_loop(), lambda: link.send(CallOutcome(link.receive().args)))
         await asyncio.Event().wait()
 
     get_new_event_loop().run_until_complete(serve())

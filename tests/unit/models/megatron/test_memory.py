@@ -10,7 +10,7 @@ from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.capacity.hub_configs import FOLDER
 from nemo_rl.models.capacity.memory import MemoryPlan, Work
 from nemo_rl.models.huggingface.sizes import parameters_of
-from nemo_rl.models.megatron.mesh_check import MegatronRank, stage_layers
+from nemo_rl.models.megatron.mesh_check import MeshPlace, stage_layers
 from nemo_rl.models.megatron.training_backend import MegatronTraining
 from tools.measure_memory import SETTINGS_OF_MEGATRON, Setting, measure
 
@@ -57,7 +57,7 @@ def plan_of(model: PretrainedConfig | None = None, *, on_cpu: bool = False, **ke
         megatron_cfg={"enabled": True, **keys},
     )
     work = Work(4096, trains=trains, on_cpu=on_cpu, keeps_reference=trains)
-    return MegatronRank.predict(policy, ParallelLayout(**axes), model or model_config(), work)
+    return MeshPlace.predict(policy, ParallelLayout(**axes), model or model_config(), work)
 
 
 def activations(plan: MemoryPlan) -> float:

@@ -127,7 +127,7 @@ def test_ranks_of_megatron_read_a_microbatch_from_the_device_twice(monkeypatch, 
     rows = random_batch(rows=3, width=24)
     given = build_training_inputs(rows, InputLayout(packed, round_to=8), torch.device("cpu"))
     monkeypatch.setattr(megatron_inputs, "_packed_parameters", lambda bounds, device: list(bounds))
-    division = megatron_inputs.Division(cp=2, cp_rank=1)
+    division = megatron_inputs.TokenDivision(cp=2, cp_rank=1)
     expected = megatron_inputs.rank_inputs(given, division, num_further=1)
     on_device, reads = without_values(monkeypatch, given)
     own = megatron_inputs.rank_inputs(on_device, division, num_further=1)

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from nemo_rl.models.dtensor.pipeline.runner import Exchange, Pass, Program, num_warmup, programs
+from nemo_rl.models.dtensor.pipeline.runner import Pass, Program, StageExchange, num_warmup, programs
 
 pytestmark = pytest.mark.fast
 
@@ -119,9 +119,9 @@ class Network:
             if transfer.peer == sender
         }
 
-    def _exchange(self, stage: int) -> Exchange | None:
+    def _exchange(self, stage: int) -> StageExchange | None:
         step = self.made[stage][self.at[stage]] if self.at[stage] < len(self.made[stage]) else None
-        return step if isinstance(step, Exchange) else None
+        return step if isinstance(step, StageExchange) else None
 
     def _hand_on(self, stage: int) -> None:
         exchange = self._exchange(stage)
@@ -141,7 +141,7 @@ def test_prefetched_tensors_are_bounded_by_stages_and_chunks() -> None:
             for program in programs(stages, per_stage, number, backward=backward):
                 ahead: set[Pass] = set()
                 for step in program:
-                    if isinstance(step, Exchange):
+                    if isinstance(step, StageExchange):
                         ahead |= {transfer.wanted_by for transfer in step.receives}
                     else:
                         ahead.discard(step)

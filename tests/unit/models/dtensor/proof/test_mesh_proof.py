@@ -117,7 +117,7 @@ def test_a_mesh_whose_rank_aborts_is_refused(monkeypatch) -> None:
 def test_a_mesh_whose_ranks_hang_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(DTensorBackend, "run", lambda *args, **kwargs: time.sleep(60))
     monkeypatch.setattr(mesh_proof, "_RANKS_S", 3.0)
-    monkeypatch.setattr(mesh_proof._Question, "_way_out", lambda self: "")
+    monkeypatch.setattr(mesh_proof._ProofQuestion, "_way_out", lambda self: "")
     began = time.monotonic()
     with pytest.raises(ConfigError, match="its ranks gave no answer within 3 s"):
         prove("llama", TP2)

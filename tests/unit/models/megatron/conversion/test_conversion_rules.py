@@ -17,7 +17,7 @@ from transformers import GPT2Config, PretrainedConfig
 from nemo_rl.models.huggingface.tensor_files import TensorFiles, weight_files
 from nemo_rl.models.megatron.conversion import parts, rules
 from nemo_rl.models.megatron.conversion import sources as sources_module
-from nemo_rl.models.megatron.conversion.parts import Grouped, Layout, Part, Stacked, global_name
+from nemo_rl.models.megatron.conversion.parts import Grouped, Part, RowLayout, Stacked, global_name
 from nemo_rl.models.megatron.conversion.rules import FAMILIES, hub_tensors, rules_for
 from nemo_rl.models.megatron.conversion.sources import sources
 from nemo_rl.utils.errors import CheckpointError, ConfigError
@@ -81,7 +81,7 @@ def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
 
 @pytest.mark.parametrize("layout", [Stacked(), Stacked(2), Grouped(1, 3), Grouped(4, 3)], ids=str)
 @pytest.mark.parametrize("num_shards", [1, 2, 4, 8])
-def test_shards_hold_every_row_of_every_part_once(layout: Layout, num_shards: int) -> None:
+def test_shards_hold_every_row_of_every_part_once(layout: RowLayout, num_shards: int) -> None:
     num_rows = 2 * 144 if isinstance(layout, Grouped) else 48
     seen: Counter[tuple[int, int]] = Counter()
     for shard in range(num_shards):
