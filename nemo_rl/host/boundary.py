@@ -20,7 +20,7 @@ from nemo_rl.utils.errors import DeadlineExceededError
 
 @dataclass
 class Boundary[E: BaseException]:
-    """A block whose errors do not leave it; true if it has caught one. A comment says why they may be of any kind.
+    """A block whose errors do not leave it, true if it has caught one. A comment says why they may be of any kind.
 
     with Boundary(Exception) as caught:  # the verifier may be the user's own code
         return verifier(answer)
@@ -64,7 +64,7 @@ def _cancels_the_task(error: BaseException) -> bool:
 
 @contextmanager
 def raised_as(named: Callable[[Exception], Exception], *, but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Raise what `named` makes of an error of a block, with that as the cause; errors of the kinds `but` stay."""
+    """Replace errors of any kind, but for the kinds `but`, by what `named` makes of them, with them as the cause."""
     try:
         yield
     except but:

@@ -62,9 +62,9 @@ BROAD_EXCEPTS = {
     "host/boundary.py": "`Boundary` and `raised_as`, which other files use in place of `except Exception`",
     "algorithms/runtime/run.py": "what the recovery raises keeps the failure as its context",
     "optimizations/fork_server.py": "the process ends in its `finally`, whatever the program that was forked raises",
-    "kits/code/inside/checks.py": "runs beside the model's code, without this library",
-    "kits/code/inside/peer.py": "runs beside the model's code, without this library",
-    "kits/code/inside/session.py": "runs beside the model's code, without this library",
+    "kits/code/inside/checks.py": "runs next to the model's code, without this library",
+    "kits/code/inside/peer.py": "runs next to the model's code, without this library",
+    "kits/code/inside/session.py": "runs next to the model's code, without this library",
     "models/generation/engine_group.py": "the last of several kinds of failures of an engine",
     "models/huggingface/reachable.py": "the last of several kinds of errors of the hub's library",
 }

@@ -64,7 +64,7 @@ def whole_block(shape: Iterable[int]) -> TensorBlock:
 
 
 def block_here(tensor: torch.Tensor) -> TensorBlock:
-    """Return the block that this rank holds of a tensor; a tensor that is no DTensor is held whole.
+    """Return the block that this rank holds of a tensor: all of it, if it is no DTensor.
 
     Each axis of the mesh divides a dimension in chunks as `torch.chunk` makes them, from the first axis to the last.
     FSDP divides after that, because it divides what tensor and expert parallelism leave.

@@ -56,7 +56,7 @@ class BlockToWrite:
 
 @dataclass(frozen=True)
 class WrittenBlock:
-    """Location of a block that has been written; see `BlockToWrite`."""
+    """Location of a block that has been written."""
 
     name: str
     shape: tuple[int, ...]
