@@ -77,11 +77,7 @@ def in_background[T](call: Callable[[], T], name: str) -> Future[T]:
     """Start a call on a daemon thread, which does not keep the process from ending.
 
     Args:
-        call: function to run.
         name: name of the thread, shown in stacks.
-
-    Returns:
-        Future with the call's result or error.
     """
     future: Future[T] = Future()
 
@@ -105,7 +101,6 @@ def time_limit(seconds: float, what: str) -> Iterator[None]:
     that was set before continues afterwards with its remaining time.
 
     Args:
-        seconds: the limit.
         what: name of the limited work, for the message.
 
     Raises:

@@ -95,21 +95,17 @@ class BucketEntry(NamedTuple):
     full_shape: tuple[int, ...] = ()
 
 
-def whole_entries(group: Iterable[tuple[str, torch.Tensor]]) -> list[BucketEntry]:
-    """Return the tensors of a group as pieces."""
-    return [BucketEntry(name, tensor) for name, tensor in group]
-
-
-def cut(group: Iterable[tuple[str, torch.Tensor]], parts: BlocksByName) -> list[BucketEntry]:
-    """Return the pieces of a group that a lane receives; integers and tensors that are read completely stay whole."""
-    pieces: list[BucketEntry] = []
+def cut(group: Iterable[tuple[str, torch.Tensor]], parts: BlocksByName | None) -> list[BucketEntry]:
+    """Return the parts of a group that a lane receives (None: all); integers and tensors read completely stay whole."""
+    entries: list[BucketEntry] = []
     for name, tensor in group:
-        wanted, shape = parts.get(name, ()), tuple(tensor.shape)
+        shape = tuple(tensor.shape)
+        wanted = (whole_block(shape),) if parts is None else parts.get(name, ())
         if wanted == (whole_block(shape),) or (wanted and not tensor.is_floating_point()):
-            pieces.append(BucketEntry(name, tensor))
+            entries.append(BucketEntry(name, tensor))
         else:
-            pieces += [BucketEntry(name, part.of(tensor), part, shape) for part in wanted]
-    return pieces
+            entries += [BucketEntry(name, part.of(tensor), part, shape) for part in wanted]
+    return entries
 
 
 def plan_slots(pieces: Iterable[BucketEntry]) -> tuple[list[TensorSlot], int]:

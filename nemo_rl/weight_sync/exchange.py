@@ -28,16 +28,7 @@ from torch.distributed.distributed_c10d import P2POp, batch_isend_irecv
 
 from nemo_rl.distributed.ranks.tensor_block import TensorBlock, whole_block
 from nemo_rl.utils.errors import WeightSyncError
-from nemo_rl.weight_sync.buckets import (
-    BucketEntry,
-    TensorSlot,
-    cut,
-    group_by_size,
-    pack,
-    plan_slots,
-    view_of,
-    whole_entries,
-)
+from nemo_rl.weight_sync.buckets import BucketEntry, TensorSlot, cut, group_by_size, pack, plan_slots, view_of
 from nemo_rl.weight_sync.parts import BlocksByName, Held, HeldWeights
 
 
@@ -117,8 +108,7 @@ def plan_steps(
     weights = _joined(ranks)
     steps = []
     for group in group_by_size((weight.empty() for weight in weights.values()), bucket_size_bytes):
-        pieces = (whole_entries(group) if parts is None else cut(group, parts) for parts in lanes)
-        layouts = [BucketLayout(*plan_slots(list(of_lane))) for of_lane in pieces]
+        layouts = [BucketLayout(*plan_slots(cut(group, parts))) for parts in lanes]
         moves: dict[Move, None] = {}
         for number, layout in enumerate(layouts):
             targets = [target for target, rank in enumerate(ranks) if rank.packs[number]]

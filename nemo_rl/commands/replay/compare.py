@@ -16,14 +16,7 @@ from torch import Tensor
 
 from nemo_rl.algorithms.runtime.step_record import SAMPLED, TOKEN_TENSORS
 from nemo_rl.commands.replay.compare_models import gradients, modules, new_weights, norm_and_rate, old_weights
-from nemo_rl.commands.replay.findings import (
-    DIVISION,
-    NOT_RECORDED,
-    WITHOUT_INFLUENCE,
-    Difference,
-    StageDiff,
-    Tolerances,
-)
+from nemo_rl.commands.replay.findings import DIVISION, NOT_RECORDED, WITHOUT_INFLUENCE, Compared, Difference, Tolerances
 from nemo_rl.commands.replay.records import Step
 from nemo_rl.config.rules.resume import ChangedKey
 from nemo_rl.models.policy.update_records import UpdateRecord
@@ -33,7 +26,7 @@ _PLACES = (".model_name", ".tokenizer.name", ".data_path", ".prompt_file", ".sys
 _SHOWN = 20
 
 
-def configuration(changed: Sequence[ChangedKey], before: Mapping[str, Any], now: Mapping[str, Any]) -> StageDiff:
+def configuration(changed: Sequence[ChangedKey], before: Mapping[str, Any], now: Mapping[str, Any]) -> Compared:
     """Compare the keys that the numbers of a step depend on.
 
     Args:
@@ -47,7 +40,7 @@ def configuration(changed: Sequence[ChangedKey], before: Mapping[str, Any], now:
     ]
     on_both = _values(before).keys() & _values(now).keys()
     compared = [key for key in on_both if _is_compared(ChangedKey(key, None, None, _is_of_model(key, before)))]
-    return StageDiff("configuration", len({*compared, *(each.name for each in found)}), differences=found)
+    return Compared("configuration", len({*compared, *(each.name for each in found)}), differences=found)
 
 
 def configuration_notes(
@@ -131,7 +124,7 @@ _UPDATES = (
 )
 
 
-def samples(recorded: Step, repeated: Step) -> StageDiff:
+def samples(recorded: Step, repeated: Step) -> Compared:
     """Compare the rows of the batch: which samples they are, what was sampled, and its rewards."""
     before, now = recorded.summary["samples"], repeated.summary["samples"]
     found = [
@@ -142,7 +135,7 @@ def samples(recorded: Step, repeated: Step) -> StageDiff:
     if len(before) != len(now):
         found.append(Difference("rows", f"the rollouts have {len(now)} rows, the record says {len(before)}"))
     cause = "The file of rollouts was changed after the run, or another version lays rows out differently."
-    return StageDiff("samples", len(before), differences=found, cause=cause)
+    return Compared("samples", len(before), differences=found, cause=cause)
 
 
 def sample_name(row: Mapping[str, Any]) -> str:
@@ -161,8 +154,8 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def token_tensors(
-    recorded: Step, repeated: Step, limits: Tolerances, of_modules: StageDiff | None
-) -> Iterator[StageDiff]:
+    recorded: Step, repeated: Step, limits: Tolerances, of_modules: Compared | None
+) -> Iterator[Compared]:
     """Compare what the stages of the run computed of tokens and rows; `of_modules` compares the modules before."""
     for name in TOKEN_TENSORS:
         before, now = recorded.tensors.get(name), repeated.tensors.get(name)
@@ -171,7 +164,7 @@ def token_tensors(
             continue
         if before is None or now is None:
             text = f"{title}: only {'the run' if now is None else 'the replay'} computed them"
-            yield StageDiff(title, 1, "absolute", [Difference(title, text)])
+            yield Compared(title, 1, "absolute", [Difference(title, text)])
             continue
         limit = limits.logprobs if name.endswith("logprobs") else limits.advantages
         if name == "prev_logprobs" and of_modules is not None and of_modules.skipped == NOT_RECORDED:
@@ -180,12 +173,12 @@ def token_tensors(
         yield _of_tokens(title, dict(enumerate(before)), dict(enumerate(now)), rows, limit, cause, first=0)
 
 
-def logprobs(recorded: Step, repeated: Step, update: int, limits: Tolerances, of_modules: StageDiff) -> StageDiff:
+def logprobs(recorded: Step, repeated: Step, update: int, limits: Tolerances, of_modules: Compared) -> Compared:
     """Compare the log-probabilities that an update computed; `of_modules` compares its modules."""
     before, now = recorded.updates[update].logprobs, repeated.updates[update].logprobs
     title, rows = f"log-probabilities{of_update(recorded, update)}", recorded.summary["samples"]
     if not before and not now:
-        return StageDiff(title, skipped="the loss takes none of single tokens")
+        return Compared(title, skipped="the loss takes none of single tokens")
     cause = _AFTER_MODULES if of_modules.skipped is None else _FORWARD
     if of_modules.skipped == NOT_RECORDED:
         cause = f"{cause} {_ASK_FOR_MODULES}"
@@ -200,7 +193,7 @@ def _of_tokens(
     limit: float,
     cause: str,
     first: int,
-) -> StageDiff:
+) -> Compared:
     """Compare one value of each token of each row; `first` is the position of the token that has the first value."""
     found: list[Difference] = []
     largest, compared = 0.0, 0
@@ -221,7 +214,7 @@ def _of_tokens(
             of_token = f" of token {place + first}" if before[row].dim() else ""
             text = f"{title}{of_token} of {name}: {old[place]:.8g} in the run, {new[place]:.8g} now"
             found.append(Difference(name, text, float(apart.max())))
-    return StageDiff(title, compared, "absolute", found, limit, largest, cause)
+    return Compared(title, compared, "absolute", found, limit, largest, cause)
 
 
 def _same_width(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
@@ -232,7 +225,7 @@ def _same_width(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
     return old, new
 
 
-def loss(recorded: Step, repeated: Step, update: int, limits: Tolerances) -> StageDiff:
+def loss(recorded: Step, repeated: Step, update: int, limits: Tolerances) -> Compared:
     """Compare the loss of an update and its terms; the terms come first, because the loss is computed from them."""
     before = _terms(recorded.updates[update], of_microbatches=limits.is_exact)
     now = _terms(repeated.updates[update], of_microbatches=limits.is_exact)
@@ -250,7 +243,7 @@ def loss(recorded: Step, repeated: Step, update: int, limits: Tolerances) -> Sta
             text = f"{said} differs: {before[name]:.8g} in the run, {now[name]:.8g} now"
             found.append(Difference(name, text, size))
     title = f"loss and its terms{of_update(recorded, update)}"
-    return StageDiff(title, len(before), "relative", found, limits.loss, largest, _LOSS)
+    return Compared(title, len(before), "relative", found, limits.loss, largest, _LOSS)
 
 
 def _terms(update: UpdateRecord, *, of_microbatches: bool) -> dict[str, float]:
@@ -270,8 +263,8 @@ def of_update(step: Step, update: int) -> str:
 
 
 def compare(
-    recorded: Step, repeated: Step, changed: Sequence[ChangedKey], data: StageDiff, limits: Tolerances
-) -> list[StageDiff]:
+    recorded: Step, repeated: Step, changed: Sequence[ChangedKey], data: Compared, limits: Tolerances
+) -> list[Compared]:
     """Compare all parts of a step.
 
     Args:
@@ -290,7 +283,7 @@ def compare(
     stages += token_tensors(recorded, repeated, limits, of_modules[0] if of_modules else None)
     if len(recorded.updates) != len(repeated.updates):
         counts = f"the run made {len(recorded.updates)} updates, the replay {len(repeated.updates)}"
-        return [*stages, StageDiff("updates", 1, differences=[Difference("updates", counts)], cause=_UPDATES)]
+        return [*stages, Compared("updates", 1, differences=[Difference("updates", counts)], cause=_UPDATES)]
     for update, (before, now) in enumerate(zip(recorded.updates, repeated.updates, strict=True)):
         title, its_modules = of_update(recorded, update), of_modules[update]
         stages += [

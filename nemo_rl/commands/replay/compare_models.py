@@ -6,7 +6,7 @@ Distances are estimates (`Fingerprint.distance`). Whether bits are equal is deci
 import math
 from collections.abc import Iterable, Mapping
 
-from nemo_rl.commands.replay.findings import NOT_RECORDED, Difference, StageDiff, Tolerances
+from nemo_rl.commands.replay.findings import NOT_RECORDED, Compared, Difference, Tolerances
 from nemo_rl.commands.replay.records import Step
 from nemo_rl.models.policy.update_records import UpdateRecord
 from nemo_rl.models.training.tensor_checks import Fingerprint, added
@@ -34,25 +34,25 @@ _RATE_LIMIT = 1e-9
 type Prints = Mapping[str, Fingerprint]
 
 
-def old_weights(recorded: Step, repeated: Step) -> StageDiff:
+def old_weights(recorded: Step, repeated: Step) -> Compared:
     """Compare the weights before the step, whose bits have to be equal whatever ranks hold them."""
     name = "weights before the step"
     if not recorded.updates or not repeated.updates:
-        return StageDiff(name, skipped="no update was made, because no token counts")
+        return Compared(name, skipped="no update was made, because no token counts")
     before, now = recorded.updates[0].before, repeated.updates[0].before
     if not before and not now:
-        return StageDiff(name, skipped=_NOT_SHOWN)
+        return Compared(name, skipped=_NOT_SHOWN)
     found, largest = _tensors(before, now, before, 0.0, "weight")
-    return StageDiff(name, len(before), "relative", found, 0.0, largest, _OTHER_START)
+    return Compared(name, len(before), "relative", found, 0.0, largest, _OTHER_START)
 
 
-def modules(before: UpdateRecord, now: UpdateRecord, title: str, limits: Tolerances) -> StageDiff:
+def modules(before: UpdateRecord, now: UpdateRecord, title: str, limits: Tolerances) -> Compared:
     """Find the first module, in the order in which calls end, whose output differs."""
     name = f"outputs of modules{title}"
     if not any(before.modules):
-        return StageDiff(name, skipped=NOT_RECORDED)
+        return Compared(name, skipped=NOT_RECORDED)
     if _calls(before) != _calls(now):
-        return StageDiff(name, skipped="modules are called in another order, or ranks divide the work differently")
+        return Compared(name, skipped="modules are called in another order, or ranks divide the work differently")
     found: list[tuple[int, Difference]] = []
     largest = 0.0
     for rank, (old, new) in enumerate(zip(before.modules, now.modules, strict=True)):
@@ -63,23 +63,23 @@ def modules(before: UpdateRecord, now: UpdateRecord, title: str, limits: Toleran
                 what = f"the forward pass of module {module} differs, by {size:.1e} of its output (rank {rank})"
                 found.append((number, Difference(module, what, size)))
     ordered = [difference for _, difference in sorted(found, key=lambda pair: pair[0])]
-    return StageDiff(name, sum(map(len, before.modules)), "relative", ordered, limits.modules, largest, _FORWARD)
+    return Compared(name, sum(map(len, before.modules)), "relative", ordered, limits.modules, largest, _FORWARD)
 
 
 def _calls(update: UpdateRecord) -> list[list[str]]:
     return [[module for module, _ in calls] for calls in update.modules]
 
 
-def gradients(before: UpdateRecord, now: UpdateRecord, title: str, limits: Tolerances) -> StageDiff:
+def gradients(before: UpdateRecord, now: UpdateRecord, title: str, limits: Tolerances) -> Compared:
     """Compare the gradients, the last tensors of the model first, as the backward pass computes them."""
     name, old = f"gradients{title}", dict(reversed(before.gradients.items()))
     if not old and not now.gradients:
-        return StageDiff(name, skipped=_NOT_SHOWN)
+        return Compared(name, skipped=_NOT_SHOWN)
     found, largest = _tensors(old, now.gradients, old, limits.gradients, "gradient")
-    return StageDiff(name, len(old), "relative", found, limits.gradients, largest, _BACKWARD)
+    return Compared(name, len(old), "relative", found, limits.gradients, largest, _BACKWARD)
 
 
-def norm_and_rate(before: UpdateRecord, now: UpdateRecord, title: str, limits: Tolerances) -> StageDiff:
+def norm_and_rate(before: UpdateRecord, now: UpdateRecord, title: str, limits: Tolerances) -> Compared:
     """Compare the two numbers that an optimizer makes its update with; NaN equals NaN."""
     found, sizes, causes = [], [], []
     for name, old, new, limit, cause in (
@@ -93,21 +93,21 @@ def norm_and_rate(before: UpdateRecord, now: UpdateRecord, title: str, limits: T
             found.append(Difference(name, text, sizes[-1]))
             causes.append(cause)
     name, cause = f"learning rate and gradient norm{title}", next(iter(causes), "")
-    return StageDiff(name, len(sizes), "relative", found, limits.gradients, max(sizes), cause)
+    return Compared(name, len(sizes), "relative", found, limits.gradients, max(sizes), cause)
 
 
-def new_weights(before: UpdateRecord, now: UpdateRecord, title: str, limits: Tolerances) -> StageDiff:
+def new_weights(before: UpdateRecord, now: UpdateRecord, title: str, limits: Tolerances) -> Compared:
     """Compare the weights after the update; distances are relative to the change that the update made."""
     name, unit = f"weights after the step{title}", "relative to the update"
     if not before.after and not now.after:
-        return StageDiff(name, skipped=_NOT_SHOWN)
+        return Compared(name, skipped=_NOT_SHOWN)
     moved = {
         name: Fingerprint(0, weight.distance(before.before[name]) ** 2)
         for name, weight in before.after.items()
         if name in before.before
     }
     found, largest = _tensors(before.after, now.after, moved, limits.weights, "new weight")
-    return StageDiff(name, len(before.after), unit, found, limits.weights, largest, _OPTIMIZER)
+    return Compared(name, len(before.after), unit, found, limits.weights, largest, _OPTIMIZER)
 
 
 def _tensors(before: Prints, now: Prints, scales: Prints, limit: float, what: str) -> tuple[list[Difference], float]:

@@ -27,7 +27,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class StageDiff:
+class Compared:
     """The comparison of one part of a step."""
 
     name: str
@@ -54,7 +54,7 @@ class Comparison:
 
     step: int
     """Number of the step."""
-    stages: Sequence[StageDiff]
+    stages: Sequence[Compared]
     """Its parts in order."""
     is_exact: bool
     """Whether bits are compared."""
@@ -62,7 +62,7 @@ class Comparison:
     """Differences that do not count as one of the step, such as versions."""
 
     @property
-    def first(self) -> StageDiff | None:
+    def first(self) -> Compared | None:
         """The first stage that differs; None if the step is equal."""
         return next((stage for stage in self.stages if stage.differences), None)
 
@@ -98,12 +98,12 @@ class Comparison:
         }
 
 
-def _first(stage: StageDiff) -> dict[str, Any]:
+def _first(stage: Compared) -> dict[str, Any]:
     first = stage.differences[0]
     return {"stage": stage.name} | _difference(first)
 
 
-def _stage(stage: StageDiff) -> dict[str, Any]:
+def _stage(stage: Compared) -> dict[str, Any]:
     return {
         "name": stage.name,
         "compared": stage.compared,

@@ -25,7 +25,7 @@ from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.algorithms.runtime.step_record import code, environment, samples_in_short, stage_tensors
 from nemo_rl.algorithms.setup.preflight import check_added_models
 from nemo_rl.algorithms.setup.roles import place_models, reserve, start_models, start_role
-from nemo_rl.commands.replay.findings import Comparison, Difference, StageDiff
+from nemo_rl.commands.replay.findings import Compared, Comparison, Difference
 from nemo_rl.commands.replay.records import RecordedStep, Step
 from nemo_rl.config import GRPOMasterConfig, busy_engines, load_config, public_values
 from nemo_rl.config.rules.resume import changed_keys
@@ -47,7 +47,7 @@ _CAUSE = "The data, the prompt file, the chat template, the tokenizer or the pro
 _NAME = "prompts in the data"
 
 
-def compare_prompts(trajectories: Sequence[Trajectory], data: RunData) -> tuple[StageDiff, list[str]]:
+def compare_prompts(trajectories: Sequence[Trajectory], data: RunData) -> tuple[Compared, list[str]]:
     """Compare the tokens of each prompt with those of its row; return the comparison, and what it leaves out.
 
     Args:
@@ -68,9 +68,9 @@ def compare_prompts(trajectories: Sequence[Trajectory], data: RunData) -> tuple[
                 Difference(name, f"{name} (row {trajectory.idx} of the training data) differs from the record: {text}")
             )
     if not compared and opened:
-        return StageDiff(_NAME, skipped=f"the environments {sorted(opened)} write the prompts themselves"), []
+        return Compared(_NAME, skipped=f"the environments {sorted(opened)} write the prompts themselves"), []
     notes = [f"prompts that the environments {sorted(opened)} write themselves are not compared"] if opened else []
-    return StageDiff(_NAME, compared, differences=found, cause=_CAUSE), notes
+    return Compared(_NAME, compared, differences=found, cause=_CAUSE), notes
 
 
 def _writes_prompts(task_name: str) -> bool:
@@ -125,7 +125,7 @@ def write_text(result: Comparison, output: TextIO) -> None:
     console.print(Text(result.verdict))
 
 
-def _line(stage: StageDiff) -> tuple[str, ...]:
+def _line(stage: Compared) -> tuple[str, ...]:
     if stage.skipped is not None:
         return stage.name, "-", "-", stage.skipped, "-"
     if not stage.unit:

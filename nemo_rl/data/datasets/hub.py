@@ -70,12 +70,10 @@ def _load_hub(path: str, subset: str | None, split: str, section: str) -> "datas
     key = "data_path" if section.partition(".")[0] == "data" else "dataset_name"
 
     def unloadable(error: Exception) -> DataError:
-        hint = (
-            "The files of the folder must belong together as in a hub repository."
-            if folder.is_dir()
-            else f"Without network, set {section}.{key} to a local copy: a file, or a "
-            "folder with the files of the hub repository."
-        )
+        hint = "The files of the folder must belong together as in a hub repository."
+        if not folder.is_dir():
+            hint = f"Without network, set {section}.{key} to a local copy: a file, or a folder with the files of the "
+            hint += "hub repository."
         cause = f" ({error.__cause__})" if error.__cause__ and not isinstance(error, DownloadError) else ""
         return DataError(
             f"data set {path!r} (subset {subset}, split {split!r}) cannot be loaded: "

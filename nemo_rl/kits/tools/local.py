@@ -8,6 +8,7 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, override
 
 from nemo_rl.host.boundary import Boundary
@@ -97,21 +98,20 @@ async def _on_thread[T](call: Callable[[], T]) -> T:
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
-    def settle(give: Callable[[Any], None], value: Any) -> None:
+    def settle(give: Callable[[], None]) -> None:
         if not future.done():
-            give(value)
+            give()
 
     def run() -> None:
-        outcome: Any
-        give: Callable[[Any], None]
         with Boundary(BaseException) as caught:  # the tool is user code; the caller raises it
-            outcome, give = call(), future.set_result
+            give = partial(future.set_result, call())
         if caught:
-            outcome, give = caught.take(), future.set_exception
-            if isinstance(outcome, StopIteration | KeyboardInterrupt):
-                outcome = RuntimeError(f"{type(outcome).__name__}: {outcome}")
+            error = caught.take()
+            if isinstance(error, StopIteration | KeyboardInterrupt):
+                error = RuntimeError(f"{type(error).__name__}: {error}")
+            give = partial(future.set_exception, error)
         if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, give, outcome)
+            loop.call_soon_threadsafe(settle, give)
 
     threading.Thread(target=run, daemon=True, name="tool").start()
     return await future

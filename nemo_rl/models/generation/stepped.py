@@ -58,7 +58,7 @@ class Finished(NamedTuple):
 
 
 @dataclass
-class _RunningRequest:
+class _InProgress:
     answer: asyncio.Future[GenerationResult]
     versions: list[VersionSpan]
     is_read_again: bool
@@ -72,7 +72,7 @@ class SteppedEngine(ABC):
         self._in_force: int | None = None
         """Version of the completely loaded weights; None before the first update and during an update."""
         self._before_update: int | None = None
-        self._running: dict[str, _RunningRequest] = {}
+        self._running: dict[str, _InProgress] = {}
         self._may_step = asyncio.Event()
         self._may_step.set()
         self._steps: asyncio.Task[None] | None = None
@@ -170,9 +170,7 @@ class SteppedEngine(ABC):
         except GenerationError as refusal:
             answer.set_exception(refusal)
             return answer
-        self._running[request_id] = _RunningRequest(
-            answer, [VersionSpan(0, self._version)], request.sampling.is_read_again
-        )
+        self._running[request_id] = _InProgress(answer, [VersionSpan(0, self._version)], request.sampling.is_read_again)
         if self._steps is None or self._steps.done():
             self._steps = loop.create_task(self._run())
             self._steps.add_done_callback(self._pass_on_failure)

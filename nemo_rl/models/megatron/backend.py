@@ -71,7 +71,7 @@ class MegatronBackend(TorchBackend):
         from nemo_rl.models.megatron.model.mtp import MTPLoss
         from nemo_rl.models.megatron.routers import ExpertLoad, MegatronReplayedRouters
         from nemo_rl.models.megatron.schedule import Schedule
-        from nemo_rl.models.megatron.scoring import OutputScoring, logit_transform
+        from nemo_rl.models.megatron.scoring import RowScorer, logit_transform
 
         self._optim, self._lora, self._groups, self._division = optim, lora, groups, division_of(groups)
         self._has_gradients = False
@@ -98,7 +98,7 @@ class MegatronBackend(TorchBackend):
         each_layer = section.moe_per_layer_logging
         watched = ExpertLoad(self.chunks, self._division, device, each_layer=each_layer) if has_experts else None
         self._load = watched
-        scoring = OutputScoring(
+        scoring = RowScorer(
             groups, sampling_density(config), logit_transform(self.hf_config), config.logprob_chunk_size
         )
         if init_optimizer and section.trains_mtp:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from nemo_rl.models.megatron.inputs import RankInputs, TokenDivision, without_scores
 from nemo_rl.models.megatron.routers import MegatronReplayedRouters, routers
-from nemo_rl.models.megatron.scoring import OutputScoring
+from nemo_rl.models.megatron.scoring import RowScorer
 from nemo_rl.models.training.interfaces import ForwardStep
 
 type Watch = Callable[[RankInputs], AbstractContextManager[None]]
@@ -89,7 +89,7 @@ class Schedule:
     def __init__(
         self,
         chunks: list[Any],
-        scoring: OutputScoring,
+        scoring: RowScorer,
         division: TokenDivision,
         watch: Watch | None = None,
         replay: MegatronReplayedRouters | None = None,

@@ -68,7 +68,7 @@ def logit_transform(hf_config: PretrainedConfig) -> LogitTransform:
     return LogitTransform(cap=cap)
 
 
-class OutputScoring:
+class RowScorer:
     """Scores hidden states; GPTModel calls it in the last stage with the `RankInputs` as context.
 
     Args:

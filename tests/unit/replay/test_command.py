@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.commands.replay import command, records, run
-from nemo_rl.commands.replay.findings import Comparison, Difference, StageDiff
+from nemo_rl.commands.replay.findings import Compared, Comparison, Difference
 from nemo_rl.config import GRPOMasterConfig
 from nemo_rl.config.loading.load import config_of
 from nemo_rl.utils.errors import CheckpointError, ReplayError
@@ -52,7 +52,7 @@ def test_modules_are_added_only_to_the_record_of_a_step_with_equal_bits(
     (tmp_path / "steps").mkdir()
     (tmp_path / "steps/step_1.json").touch()
     tree = {"policy": {"model_name": "m"}, "grpo": {}, "cluster": {"optimizations": "none"}}
-    result = Comparison(1, [StageDiff("loss", 1, differences=differences)], is_exact)
+    result = Comparison(1, [Compared("loss", 1, differences=differences)], is_exact)
     added: list[Any] = []
     monkeypatch.setattr(run, "load_config", lambda *_, **__: config_of(tree, GRPOMasterConfig, check=False))
     monkeypatch.setattr(run, "_repeated", lambda *_: (result, "repeated"))

@@ -12,8 +12,8 @@ import torch
 
 from nemo_rl.commands.replay.compare import compare, configuration, configuration_notes
 from nemo_rl.commands.replay.findings import (
+    Compared,
     Comparison,
-    StageDiff,
     Tolerances,
     chosen,
     circumstances,
@@ -29,7 +29,7 @@ from nemo_rl.models.training.tensor_checks import fingerprint
 from nemo_rl.utils.errors import ReplayError
 
 EXACT = Tolerances()
-DATA = StageDiff("prompts in the data", 2)
+DATA = Compared("prompts in the data", 2)
 NAMES = ("model.layers.0.weight", "model.layers.1.weight", "lm_head.weight")
 PREV = torch.tensor([[0.0, -1.0, -2.0, -3.0], [0.0, -1.0, -2.0, 0.0]])
 MODULES = ("model.embed", "model.layers.0.mlp", "model.layers.1.mlp.act", "model.layers.1.mlp", "model.layers.1")
@@ -94,7 +94,7 @@ def step(*updates: UpdateRecord, samples: list[dict[str, Any]] | None = None, **
 
 
 def result(
-    now: Step, changed: list[ChangedKey] | None = None, limits: Tolerances = EXACT, data: StageDiff = DATA
+    now: Step, changed: list[ChangedKey] | None = None, limits: Tolerances = EXACT, data: Compared = DATA
 ) -> Comparison:
     return Comparison(2, compare(step(), now, changed or [], data, limits), limits.is_exact)
 

@@ -10,11 +10,11 @@ from nemo_rl.weight_sync.buckets import (
     Bucket,
     BucketEntry,
     aligned,
+    cut,
     group_by_size,
     pack,
     plan_slots,
     unpack,
-    whole_entries,
 )
 
 pytestmark = pytest.mark.fast
@@ -50,9 +50,9 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
 @settings(deadline=None, max_examples=60)
 @given(named_tensors())
 def test_packing_and_unpacking_is_exact(group):
-    slots, num_bytes = plan_slots(whole_entries(group))
+    slots, num_bytes = plan_slots(cut(group, None))
     flat = torch.full((num_bytes,), 0xAB, dtype=torch.uint8)
-    pack(whole_entries(group), slots, flat)
+    pack(cut(group, None), slots, flat)
     for (name, sent), (got_name, got) in zip(group, unpack(flat, Bucket(0, slots, num_bytes)), strict=True):
         assert (got_name, got.dtype, got.shape) == (name, sent.dtype, sent.shape)
         assert raw_bytes(got) == raw_bytes(sent)
@@ -61,7 +61,7 @@ def test_packing_and_unpacking_is_exact(group):
 @settings(deadline=None, max_examples=60)
 @given(named_tensors())
 def test_slots_are_aligned_and_do_not_overlap(group):
-    slots, num_bytes = plan_slots(whole_entries(group))
+    slots, num_bytes = plan_slots(cut(group, None))
     ends = [slot.offset + slot.num_bytes for slot in slots]
     assert all(slot.offset % ALIGNMENT_BYTES == 0 for slot in slots)
     assert all(slot.offset >= end for slot, end in zip(slots[1:], ends, strict=False))
@@ -73,7 +73,7 @@ def test_slots_are_aligned_and_do_not_overlap(group):
 def test_groups_keep_the_order_and_the_limit(tensors, limit):
     groups = list(group_by_size(iter(tensors), limit))
     assert [pair for group in groups for pair in group] == tensors
-    sizes = [plan_slots(whole_entries(group))[1] for group in groups]
+    sizes = [plan_slots(cut(group, None))[1] for group in groups]
     assert all(size <= limit or len(group) == 1 for size, group in zip(sizes, groups, strict=True))
     # no two neighbours would have fitted into one bucket from the left
     for group, following, size in zip(groups, groups[1:], sizes, strict=False):

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_rl.utils.errors import WeightSyncError
 from nemo_rl.weight_sync import verify
-from nemo_rl.weight_sync.buckets import Bucket, TensorSlot, pack, plan_slots, whole_entries
+from nemo_rl.weight_sync.buckets import Bucket, TensorSlot, cut, pack, plan_slots
 from nemo_rl.weight_sync.verify import SyncReceipt, check_receipts, fingerprint, fingerprints, mismatched_names
 
 pytestmark = pytest.mark.fast
@@ -94,9 +94,9 @@ def test_a_gpu_runs_few_kernels_and_one_synchronization_per_bucket(monkeypatch):
     counts = []
     for num_chunks in (2, 60):
         group = [(str(n), torch.randn(16 * num_chunks + n)) for n in range(3)] + [("b", torch.ones(7).bfloat16())]
-        slots, num_bytes = plan_slots(whole_entries(group))
+        slots, num_bytes = plan_slots(cut(group, None))
         flat = torch.zeros(num_bytes, dtype=torch.uint8)
-        pack(whole_entries(group), slots, flat)
+        pack(cut(group, None), slots, flat)
         transfers.clear()
         with CountOps() as ops:
             found = fingerprints(flat, slots)
@@ -131,9 +131,9 @@ def test_bytes_outside_the_tensor_do_not_change_the_fingerprint():
 
 
 def bucket_of(group: list[tuple[str, torch.Tensor]]) -> tuple[Bucket, torch.Tensor]:
-    slots, num_bytes = plan_slots(whole_entries(group))
+    slots, num_bytes = plan_slots(cut(group, None))
     flat = torch.zeros(num_bytes, dtype=torch.uint8)
-    pack(whole_entries(group), slots, flat)
+    pack(cut(group, None), slots, flat)
     slots = [dataclasses.replace(slot, fingerprint=fingerprint(flat, slot)) for slot in slots]
     return Bucket(0, slots, num_bytes, is_last=True), flat
 

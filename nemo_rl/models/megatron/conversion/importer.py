@@ -12,9 +12,7 @@ Invariant: tensors whose name or shape does not fit the model are refused, and m
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,20 +21,10 @@ from transformers import PretrainedConfig
 from nemo_rl.distributed.ranks.tensor_block import TensorBlock
 from nemo_rl.models.huggingface.tensor_files import TensorFiles, indexed_files, weight_files
 from nemo_rl.models.megatron.conversion.holdings import Groups, held_here, holders, num_mtp_layers
-from nemo_rl.models.megatron.conversion.parts import Part, Rule
+from nemo_rl.models.megatron.conversion.parts import Part, Rule, TensorSource
 from nemo_rl.models.megatron.conversion.rules import rules_for
 from nemo_rl.models.megatron.conversion.sources import DequantizedFiles, sources
 from nemo_rl.utils.errors import CheckpointError, GenerationError
-
-
-class TensorSource(Protocol):
-    """Hub tensors by name, such as `TensorFiles`."""
-
-    def like(self, name: str) -> Tensor:
-        """Return a tensor of the same shape and dtype."""
-
-    def read(self, name: str, block: TensorBlock | None = None) -> Tensor:
-        """Return the tensor's values in a block."""
 
 
 def load_huggingface(
@@ -93,8 +81,7 @@ def fill(tensor: Tensor, rule: Rule, parts: Mapping[int, Part], source: TensorSo
     for segment in rule.layout.segments(len(tensor), *by_rows):
         part = parts.get(segment.part)
         if part is not None:
-            read, shape = partial(source.read, part.name), source.like(part.name).shape
-            values = part.read(read, shape, slice(segment.start, segment.stop), columns)
+            values = part.read(source, slice(segment.start, segment.stop), columns)
             tensor[start : start + segment.num_rows].copy_(values)
         start += segment.num_rows
 

@@ -11,7 +11,7 @@ a parameter has the same name on every mesh, in Transformer Engine's modules and
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -100,6 +100,16 @@ class Grouped:
                 at += size
 
 
+class TensorSource(Protocol):
+    """Hub tensors by name, such as `TensorFiles`."""
+
+    def like(self, name: str) -> Tensor:
+        """Return a tensor of the same shape and dtype."""
+
+    def read(self, name: str, block: TensorBlock | None = None) -> Tensor:
+        """Return the tensor's values in a block."""
+
+
 @dataclass(frozen=True)
 class Part:
     """Location of a parameter's rows in a hub tensor."""
@@ -115,19 +125,10 @@ class Part:
     transposed: bool = False
     """Rows of the parameter are columns of the tensor."""
 
-    def read(
-        self, read: Callable[[TensorBlock], Tensor], tensor_shape: Sequence[int], rows: slice, columns: slice
-    ) -> Tensor:
-        """Read some rows of the part, and if it has two dimensions some columns of them.
-
-        Args:
-            read: reads a block of the hub tensor.
-            tensor_shape: shape of the hub tensor.
-            rows: rows of the part.
-            columns: columns of the part.
-        """
+    def read(self, source: TensorSource, rows: slice, columns: slice) -> Tensor:
+        """Read some rows of the part, and if it has two dimensions some columns of them."""
         index, of = self.share
-        values = read(self.block(tensor_shape, rows, columns))
+        values = source.read(self.name, self.block(source.like(self.name).shape, rows, columns))
         values = values if self.expert is None else values[0]
         values = values.t() if self.transposed else values
         return values[index::of] if self.interleaved else values

@@ -6,6 +6,7 @@ import logging
 import re
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -114,7 +115,8 @@ def test_a_part_is_read_from_where_it_was_written(part: Part) -> None:
     whole = torch.zeros(part.tensor_shape(values.shape, 3))
     part.of(whole).copy_(values)
     assert part.shape_in(whole.shape) == (6, 4)
-    read = part.read(lambda block: block.of(whole), whole.shape, slice(1, 5), slice(2, 4))
+    source = SimpleNamespace(like=lambda name: whole, read=lambda name, block: block.of(whole))
+    read = part.read(source, slice(1, 5), slice(2, 4))
     assert torch.equal(read, values[1:5, 2:4])
     assert whole.count_nonzero() == 23
 
