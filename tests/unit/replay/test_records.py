@@ -135,7 +135,7 @@ def test_a_record_that_is_read_has_every_bit(tmp_path: Path) -> None:
     assert found.summary["samples"][0]["input_ids"] != found.summary["samples"][1]["input_ids"]
     (made,) = found.updates
     assert (made.loss, made.metrics) == (0.1 + 0.2, {"kl": 0.1 + 0.2})
-    assert made.before["w"] == WEIGHT["w"].fingerprint
+    assert made.before["w"] == WEIGHT["w"][1]
     assert torch.equal(made.logprobs[1], torch.tensor([-0.4, 0.0, 0.0]))
     assert (found.summary["weight_version"], found.summary["checkpoint"]) == (4, None)
     assert found.summary["loss_fn"] == "nemo_rl.losses.policy_gradient.ClippedPGLossFn"
@@ -144,7 +144,7 @@ def test_a_record_that_is_read_has_every_bit(tmp_path: Path) -> None:
 def test_modules_are_added_to_a_record(tmp_path: Path) -> None:
     recorded(tmp_path, 1)
     found = read_step(tmp_path, 1)
-    calls = [[("model.norm", WEIGHT["w"].fingerprint)]]
+    calls = [[("model.norm", WEIGHT["w"][1])]]
     again = SimpleNamespace(updates=[SimpleNamespace(modules=calls)])
     add_modules(found, again)  # type: ignore[arg-type]
     assert read_step(tmp_path, 1).updates[0].modules == calls
