@@ -9,7 +9,7 @@ The critic is a second model of the run, the section `value`. Everything else is
 sync, overlap, the loss of the policy. Invariant: advantages and returns of a step come from the weights at its start.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from nemo_rl.algorithms.rollout.environments import response_data
 from nemo_rl.algorithms.rollout.start import RolloutRecipe, start_run
 from nemo_rl.algorithms.runtime.run import Run, Stage, StepBatch, Trainer
 from nemo_rl.algorithms.runtime.run import train_with_restarts as ppo_train
-from nemo_rl.algorithms.runtime.session import SaveState
+from nemo_rl.algorithms.runtime.session import SaveState, Session
 from nemo_rl.algorithms.scoring import forward_passes, policy_scoring
 from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
 from nemo_rl.compat.public_names import public_names
@@ -57,6 +57,13 @@ _NOT_OF_A_POLICY = ("values", "values_after", "returns")
 """Columns that the policy's ranks would receive for nothing: its loss reads the advantages that follow from them."""
 _OF_THE_BATCH = ("global_valid_seqs", "global_valid_toks", "num_valid_samples", "num_filtered_tokens")
 """Counts of the batch, which several epochs would count several times."""
+
+
+class StepCounter(Protocol):
+    """Counts the steps of a run, such as `Session`."""
+
+    step: int
+    """The running step; the first one is 1."""
 
 
 class Critic(Trainer, Protocol):
@@ -149,8 +156,8 @@ class PolicyEpochs:
     """Rows of one optimizer update where the batch does not say it."""
     critic_only_steps: int
     """First steps in which only the critic is trained."""
-    step: Callable[[], int]
-    """Returns the running step; the first one is 1."""
+    session: StepCounter
+    """Counts the steps."""
 
     def train(
         self, data: BatchedDataDict[Any], loss_fn: AnyLossFunction, *, gbs: int | Sequence[int] | None = None
@@ -159,7 +166,7 @@ class PolicyEpochs:
 
         The ranks do not receive values and returns. Counts of samples and tokens in the metrics are those of one epoch.
         """
-        if self.step() <= self.critic_only_steps:
+        if self.session.step <= self.critic_only_steps:
             return _nothing_trained(data)
         rows: BatchedDataDict[Any] = BatchedDataDict(
             {name: column for name, column in data.items() if name not in _NOT_OF_A_POLICY}
@@ -263,9 +270,9 @@ def recipe(config: PPOMasterConfig, user_parts: UserParts = NOTHING) -> RolloutR
             CriticUpdate(critic, value_loss_fn, ppo.ppo_epochs, config.value.train_global_batch_size),
         ]
 
-    def trainer(roles: Mapping[str, Policy], step: Callable[[], int]) -> PolicyEpochs:
+    def trainer(roles: Mapping[str, Policy], session: Session) -> PolicyEpochs:
         size, start = config.policy.train_global_batch_size, ppo.policy_training_start_step
-        return PolicyEpochs(roles["policy"], ppo.ppo_epochs, size, start, step)
+        return PolicyEpochs(roles["policy"], ppo.ppo_epochs, size, start, session)
 
     return RolloutRecipe(
         tokenizer=tokenizer,

@@ -100,9 +100,8 @@ class RolloutRecipe:
     """Builds the stages of a step from the started models, or from objects that score as they do."""
     source: Callable[[FreshRollouts], RolloutSource] = as_sampled
     """Wraps the source of freshly sampled groups."""
-    trainer: Callable[[Mapping[str, Any], Callable[[], int]], Trainer] | None = None
-    """Builds what makes the updates, from the started models and a function that returns the running step; None: the
-    policy does."""
+    trainer: Callable[[Mapping[str, Any], Session], Trainer] | None = None
+    """Builds what makes the updates, from the started models and the session; None: the policy does."""
     prompt_factor: float = 1.0
     """Prompts drawn at a time, divided by `num_prompts_per_step`."""
     needs_reward: bool = True
@@ -262,23 +261,21 @@ def _connect(
     refitter.before_update.append(runner.wait_for_groups)
     prompts.attach("weights", StoredVersion(policy))
     trajectory_log = TrajectoryLog(folders.log_dir, config.logger.save_trajectories)
-    layout, idle = layout_of(config, recipe), IdleShares(runner.busy_seconds)
-    groups = recipe.source(_fresh_rollouts(config, recipe, prompts, runner))
-    stages = recipe.stages(workers.models)
     source = RolloutBatches(
-        groups,
-        prompts,
-        refitter,
-        make_probe(config.policy, cluster, policy, workers.engines, refitter),
-        trajectory_log,
-        layout,
-        idle,
-        engine_load(config.policy, workers.engines, threads),
-        sorted(workers.environments),
-        config.policy.train_global_batch_size,
-        StepRecorder(folders.log_dir, config, policy, recipe.loss_fn) if config.logger.record_steps else None,
-        config.policy.mixes_weights,
+        rollouts=recipe.source(_fresh_rollouts(config, recipe, prompts, runner)),
+        prompts=prompts,
+        refitter=refitter,
+        probe=make_probe(config.policy, cluster, policy, workers.engines, refitter),
+        layout=layout_of(config, recipe),
+        trajectory_log=trajectory_log,
+        idle=IdleShares(runner.busy_seconds),
+        engine_load=engine_load(config.policy, workers.engines, threads),
+        recorder=StepRecorder(folders.log_dir, config, policy, recipe.loss_fn) if config.logger.record_steps else None,
+        tasks=sorted(workers.environments),
+        samples_per_update=config.policy.train_global_batch_size,
+        mixes_weights=config.policy.mixes_weights,
     )
+    stages = recipe.stages(workers.models)
     parts = SessionParts(
         cadence=_cadence(config),
         logger=backends,
@@ -297,10 +294,8 @@ def _connect(
         ),
     )
     session = Session(parts, resume_path, started_at)
-    trainer: Trainer | None = None
-    if recipe.trainer is not None:
-        trainer = recipe.trainer(workers.models, lambda: session.step)
-    return Connection(session, source, stages, memory, trainer, was_changed=lambda: source.rollouts is not groups)
+    trainer = None if recipe.trainer is None else recipe.trainer(workers.models, session)
+    return Connection(session, source, stages, memory, trainer)
 
 
 def _fresh_rollouts(

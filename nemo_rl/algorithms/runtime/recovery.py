@@ -35,17 +35,23 @@ class Replaceable(Protocol):
         """Return in one line why the ranks have to be replaced; None if they need not be."""
 
 
+class BuiltSource(BatchSource, Protocol):
+    """A source that `setup` of an algorithm has built."""
+
+    @property
+    def was_changed(self) -> bool:
+        """Whether the program has replaced a part of it."""
+
+
 @dataclass(frozen=True)
 class Connection:
-    """The parts of a run in the controller, which connect its workers; fields without a text are as in `Run`."""
+    """The parts of a run in the controller, which connect its workers; fields are as in `Run`."""
 
     session: Session
-    source: BatchSource
+    source: BuiltSource
     stages: list[Stage]
     memory: MemorySharing
     trainer: Trainer | None = None
-    was_changed: Callable[[], bool] = lambda: False
-    """Returns whether the program has replaced a part of the source."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +112,7 @@ class Recovery:
             raise failure
         logger.warning("%s", failure)
         self._note(Cause(run.session.step, _reason(failure, lost)), failure)
-        if run.source is not self.connection.source or self.connection.was_changed():
+        if run.source is not self.connection.source or self.connection.source.was_changed:
             raise RunRestartError(
                 f"The models {sorted(lost)} lost ranks, and the run cannot restart by itself, because its source was "
                 "replaced after setup. Name the source in the key rollout_source of the algorithm's section, or start "

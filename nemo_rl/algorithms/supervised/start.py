@@ -163,30 +163,28 @@ class Setup[Config: SupervisedMasterConfig]:
         return start_run(config, self.recipe(config, user_parts), started_at)
 
 
+@dataclass(frozen=True)
 class WrittenBatches:
-    """Draws batches of written rows, each one optimizer update; a `runtime.run.BatchSource`.
+    """Draws batches of written rows, each one optimizer update; a `runtime.run.BatchSource`."""
 
-    Args:
-        rows: batches, epoch after epoch.
-        rows_per_sample: rows of a batch that one sample takes; 2 for pairs.
-    """
-
-    def __init__(self, rows: Prompts, rows_per_sample: int):
-        self._rows = rows
-        self._rows_per_sample = rows_per_sample
+    rows: Prompts
+    """Batches, epoch after epoch."""
+    rows_per_sample: int
+    """Rows of a batch that one sample takes; 2 for pairs."""
+    was_changed = False
 
     def next_batch(self, step: int, phase: Phase) -> StepBatch:
         """See `BatchSource.next_batch`."""
         with phase("data_processing"):
-            batch = self._rows.next_batch()
+            batch = self.rows.next_batch()
         tensors = batch.rows
-        num_samples = tensors.size // self._rows_per_sample
+        num_samples = tensors.size // self.rows_per_sample
         rewards: GroupRewards = dict.fromkeys(batch.positions, ())
         metrics = {"total_num_tokens": float(tensors["input_lengths"].sum()), "num_samples": float(num_samples)}
         return StepBatch(
             tensors,
             num_prompts=num_samples,
-            metrics=metrics | self._rows.metrics(rewards),
+            metrics=metrics | self.rows.metrics(rewards),
             rows_per_update=tensors.size,
             prompts=batch.positions,
             rewards=rewards,
@@ -194,8 +192,8 @@ class WrittenBatches:
 
     def trained(self, step: int, batch: StepBatch) -> None:
         """See `BatchSource.trained`."""
-        self._rows.acknowledge(batch.prompts)
-        self._rows.finish_step(step, batch.rewards)
+        self.rows.acknowledge(batch.prompts)
+        self.rows.finish_step(step, batch.rewards)
 
 
 def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_at: float = 0.0) -> Run:

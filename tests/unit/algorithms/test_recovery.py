@@ -64,6 +64,7 @@ class Rows:
     """Rows 1, 2, 3 ...; the number of rows that were acknowledged is the position."""
 
     epoch = 0
+    was_changed = False
 
     def __init__(self) -> None:
         self.done = self.drawn = 0
