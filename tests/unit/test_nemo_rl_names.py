@@ -15,9 +15,8 @@ import ray
 import torch
 from omegaconf import OmegaConf
 
-from nemo_rl.algorithms import distillation, dpo, grpo, rm, sft
+from nemo_rl.algorithms import distillation, dpo, grpo, rm, sft, start
 from nemo_rl.algorithms.grpo import MasterConfig
-from nemo_rl.algorithms.rollout import start as rollout_start
 from nemo_rl.algorithms.setup.user_parts import UserParts
 from nemo_rl.algorithms.utils import get_tokenizer, set_seed
 from nemo_rl.compat.public_names import ELSEWHERE, NOT_BUILT, OTHER_NAMES
@@ -453,7 +452,7 @@ def test_a_dict_is_checked_as_a_file_is() -> None:
 
 
 def test_wrong_parts_are_refused_before_ray_starts(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout_start, "init_ray", lambda *_: pytest.fail("Ray was started"))
+    monkeypatch.setattr(start, "init_ray", lambda *_: pytest.fail("Ray was started"))
     rows = own_rows(tokenizer)
     with pytest.raises(ConfigError, match="task 'own', which no environment rewards; there are: math"):
         grpo.setup(plain_config(), tokenizer, rows)

@@ -11,8 +11,7 @@ checkpoint, and its files and trackers hold each step once.
 
 import logging
 import re
-from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -54,6 +53,28 @@ class Connection:
     trainer: Trainer | None = None
 
 
+class Restartable(Protocol):
+    """The workers of a run, with what connects them."""
+
+    @property
+    def models(self) -> Mapping[str, Replaceable]:
+        """All models by name."""
+
+    def newest_checkpoint(self) -> Path | None:
+        """Return the step folder to continue from; None begins again at step 1."""
+
+    def replace_ranks(self, lost: Collection[str], resume_path: Path | None) -> None:
+        """End the threads of the parts, and replace ranks, which load a step folder.
+
+        Args:
+            lost: names of the models that lost ranks; ranks of trained models are always replaced.
+            resume_path: the step folder; None: the initial weights.
+        """
+
+    def rebuild(self, resume_path: Path | None) -> Connection:
+        """Build the parts in the controller, for a run that continues from a step folder."""
+
+
 @dataclass(frozen=True)
 class Cause:
     """The reason of a restart."""
@@ -78,20 +99,12 @@ class Recovery:
 
     max_restarts: int
     """Number of restarts after which a failure ends the run."""
-    models: Mapping[str, Replaceable]
-    """All models by name."""
-    newest_checkpoint: Callable[[], Path | None]
-    """Returns the step folder to continue from; None begins again at step 1."""
-    replace_ranks: Callable[[Collection[str], Path | None], None]
-    """Replaces the ranks of all trained models, and of the models with these names, from a step folder."""
-    connect: Callable[[Path | None], Connection]
-    """Builds the parts in the controller for a run that continues from a step folder."""
+    workers: Restartable
+    """What is restarted."""
     metrics: Logger
     """Backends of the run."""
     connection: Connection
     """The current parts."""
-    threads: ExitStack = field(default_factory=ExitStack)
-    """Ends the threads of the current parts."""
     causes: list[Cause] = field(default_factory=list)
     """Reasons of the restarts so far."""
 
@@ -106,7 +119,7 @@ class Recovery:
         if not self.max_restarts or run.session.must_stop or isinstance(failure, RayDiedError):
             raise failure
         silence_is_loss = isinstance(failure, DeadlineExceededError)
-        losses = {name: model.find_loss(silence_is_loss=silence_is_loss) for name, model in self.models.items()}
+        losses = {name: model.find_loss(silence_is_loss=silence_is_loss) for name, model in self.workers.models.items()}
         lost = {name: loss for name, loss in losses.items() if loss is not None}
         if not lost:
             raise failure
@@ -132,15 +145,14 @@ class Recovery:
         raise RunRestartError(f"{why}, so the run ends. The causes:\n{listed}") from failure
 
     def _restart(self, run: Run, lost: Mapping[str, str]) -> None:
-        failed, last, checkpoint = self.causes[-1], run.session.state.total_steps, self.newest_checkpoint()
+        failed, last, checkpoint = self.causes[-1], run.session.state.total_steps, self.workers.newest_checkpoint()
         logger.warning(
             "Restart %d of %d: the ranks of %s are replaced and continue from %s; engines and environments stay. %s",
             *(len(self.causes), self.max_restarts, ", ".join(lost), checkpoint or "the initial weights", failed),
         )
-        self.threads.close()
-        self.replace_ranks(lost.keys(), checkpoint)
+        self.workers.replace_ranks(lost.keys(), checkpoint)
         self.metrics.go_back()
-        self.connection = self.connect(checkpoint)
+        self.connection = self.workers.rebuild(checkpoint)
         self.connection.session.take_over(run.session, len(self.causes))
         run.session, run.source = self.connection.session, self.connection.source
         run.stages, run.memory, run.trainer = (
