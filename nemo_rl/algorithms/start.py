@@ -437,8 +437,9 @@ def source_of(config: RolloutMasterConfig, fresh: FreshRollouts) -> RolloutSourc
             algorithm.dynamic_sampling_max_gen_batches,
             partial(scale_rewards, config=algorithm.reward_scaling),
         )
-    key = next(key for key, part in config.named_parts.items() if part is algorithm.rollout_source)
-    return wrap_source(source, algorithm.rollout_source, key)
+    section = algorithm.rollout_source
+    key = next((key for key, part in config.named_parts.items() if part is section), "rollout_source")
+    return wrap_source(source, section, key)
 
 
 def layout_of(config: RolloutMasterConfig, recipe: Recipe) -> Callable[[Sequence[Trajectory]], BatchedDataDict[Any]]:

@@ -269,7 +269,7 @@ def check_memory(request: Request) -> Passed:
 
 def check_checkpoints(request: Request) -> Passed:
     """Compare the free space of the checkpoint folder with the size that the training backends expect."""
-    from nemo_rl.algorithms.setup.checkpoint_size import checkpoint_sizes, require_space
+    from nemo_rl.algorithms.setup.run_folders import checkpoint_sizes, require_space
 
     config = request.config
     assert isinstance(config, MasterConfig), "an evaluation trains nothing"
