@@ -168,8 +168,9 @@ def check_recipe(config: TrainingConfig, recipe: Recipe) -> None:
     check_added_models(config, recipe.roles)
     if isinstance(config, RolloutMasterConfig):
         check_engine_model(config.policy, config.cluster)
-        check_environments(config, recipe.data.task_env.values(), recipe.sampling.environments)
-        check_runners(config.cluster, recipe.sampling.environments)
+        tasks, own = recipe.data.task_env.values(), recipe.sampling.environments
+        check_environments(config.env, config.cluster, tasks, own)
+        check_runners(config.cluster, own)
 
 
 def open_rows(config: TrainingConfig, recipe: Recipe) -> Prompts:
@@ -239,7 +240,7 @@ def start_machines(plan: RunPlan, resources: ExitStack, budget: StartBudget) -> 
         environments: dict[str, Environment] = {}
         if isinstance(config, RolloutMasterConfig):
             tasks, own = recipe.data.task_env.values(), recipe.sampling.environments
-            environments = start_environments(config, tasks, own, resources)
+            environments = start_environments(config.env, config.cluster, tasks, own, resources)
             try_own_environments(environments, recipe.data, config.cluster.timeouts.setup_s)
         places = place_models(config.model_cluster, recipe.roles)
         reserve(places.values(), config.checkpointing, recipe.roles, resources)

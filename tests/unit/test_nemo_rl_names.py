@@ -426,7 +426,7 @@ def test_grpo_setup_accepts_tokenizer_data_environments_and_loss(tokenizer: Any)
     made = grpo.recipe(config, user_parts)
     assert made.tokenizer is tokenizer
     assert made.loss_fn is loss
-    assert dict(made.environments) == {"own": Own}
+    assert dict(made.sampling.environments) == {"own": Own}
     assert (len(made.data.train), len(made.data.validation or ())) == (12, 12)
     assert made.data.task_env == {"own": "own"}
     assert config.env["own"] == {}

@@ -29,29 +29,31 @@ from nemo_rl.utils.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 
-def check_environments(config: RolloutMasterConfig, tasks: Collection[str], user_parts: Mapping[str, Any]) -> None:
+def check_environments(
+    sections: Mapping[str, Any], cluster: ClusterConfig, tasks: Collection[str], user_parts: Mapping[str, Any]
+) -> None:
     """Check the environments of a run; start nothing.
 
     Args:
-        config: the run's configuration; `env` has a section for each environment.
+        sections: `env`, with a section for each environment.
         user_parts: user-supplied environments by task name, see `environments.user_environments.environment_of`.
 
     Raises:
         ConfigError: a task has no environment, or what was supplied is no environment.
     """
     for task in tasks:
-        if task not in config.env:
-            known = ", ".join(sorted(config.env)) or "none"
+        if task not in sections:
+            known = ", ".join(sorted(sections)) or "none"
             raise ConfigError(
                 f"the data has rows of the task {task!r}, which no environment rewards; there are: {known}. Hand one "
                 f"in as environments={{{task!r}: ...}}, or write a section env.{task}."
             )
     for name in {*tasks, *user_parts}:
         environment_of(name, _given(name, user_parts))
-        section = section_of(config.env[name])
-        worker_keys(name, section, config.cluster.timeouts.environment_s)
+        section = section_of(sections[name])
+        worker_keys(name, section, cluster.timeouts.environment_s)
         if name not in user_parts:
-            check_environment(name, section, construct=name not in config.cluster.venvs)
+            check_environment(name, section, construct=name not in cluster.venvs)
 
 
 def response_data(tokenizer: TokenizerType, config: RolloutMasterConfig) -> RunData:
@@ -73,20 +75,22 @@ def response_data(tokenizer: TokenizerType, config: RolloutMasterConfig) -> RunD
 
 
 def start_environments(
-    config: RolloutMasterConfig, tasks: Collection[str], user_parts: Mapping[str, Any], resources: ExitStack
+    sections: Mapping[str, Any],
+    cluster: ClusterConfig,
+    tasks: Collection[str],
+    user_parts: Mapping[str, Any],
+    resources: ExitStack,
 ) -> dict[str, Environment]:
     """Start the environments that do not run yet, in the background.
 
     Args:
-        config: the run's configuration.
+        sections: `env`, with a section for each environment.
         user_parts: user-supplied environments by task name.
         resources: environments that are started here are registered on it. Those that ran before are not, and continue
             after the run.
     """
     return {
-        name: start_environment(
-            environment_of(name, _given(name, user_parts)), config.env[name], config.cluster, resources
-        )
+        name: start_environment(environment_of(name, _given(name, user_parts)), sections[name], cluster, resources)
         for name in dict.fromkeys([*tasks, *user_parts])
     }
 
@@ -134,7 +138,6 @@ def check_runners(cluster: ClusterConfig, user_parts: Mapping[str, Any]) -> None
     """Refuse environments that a runner cannot start again.
 
     Args:
-        cluster: the machines.
         user_parts: user-supplied environments by task name.
 
     Raises:

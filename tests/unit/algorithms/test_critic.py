@@ -176,7 +176,7 @@ def test_the_parts_of_a_run_are_in_order() -> None:
     update: Any = stages[-1]
     assert (update.critic, update.epochs, update.samples_per_update) == (roles["value"], 3, 16)
     assert made.trainer is not None
-    trainer: Any = made.trainer(roles, lambda: 1)
+    trainer: Any = made.trainer(roles, SimpleNamespace(step=1))
     assert (trainer.policy, trainer.epochs, trainer.critic_only_steps) == (roles["policy"], 3, 5)
     assert {name: (role.trains, role.keeps_reference) for name, role in made.roles.items()} == {
         "policy": (True, False),
