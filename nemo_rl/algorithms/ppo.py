@@ -60,13 +60,6 @@ _OF_THE_BATCH = ("global_valid_seqs", "global_valid_toks", "num_valid_samples", 
 """Counts of the batch, which several epochs would count several times."""
 
 
-class StepCounter(Protocol):
-    """Counts the steps of a run, such as `Session`."""
-
-    step: int
-    """The running step; the first one is 1."""
-
-
 class Critic(Trainer, Protocol):
     """A model with a scalar head, as the stages see it."""
 
@@ -157,7 +150,7 @@ class PolicyEpochs:
     """Rows of one optimizer update where the batch does not say it."""
     critic_only_steps: int
     """First steps in which only the critic is trained."""
-    session: StepCounter
+    session: Session
     """Counts the steps."""
 
     def train(

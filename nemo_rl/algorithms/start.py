@@ -30,7 +30,6 @@ from nemo_rl.algorithms.rollout.ahead import with_overlap
 from nemo_rl.algorithms.rollout.batches import RolloutBatches, StoredVersion, build_training_batch
 from nemo_rl.algorithms.rollout.environments import (
     check_environments,
-    check_runners,
     make_runner,
     start_environments,
     try_own_environments,
@@ -168,9 +167,8 @@ def check_recipe(config: TrainingConfig, recipe: Recipe) -> None:
     check_added_models(config, recipe.roles)
     if isinstance(config, RolloutMasterConfig):
         check_engine_model(config.policy, config.cluster)
-        tasks, own = recipe.data.task_env.values(), recipe.sampling.environments
-        check_environments(config.env, config.cluster, tasks, own)
-        check_runners(config.cluster, own)
+        tasks = recipe.data.task_env.values()
+        check_environments(config.env, config.cluster, tasks, recipe.sampling.environments)
 
 
 def open_rows(config: TrainingConfig, recipe: Recipe) -> Prompts:
@@ -256,7 +254,6 @@ class RunWorkers:
     engines: EngineGroup | None
     """Generation engines; None if nothing is sampled."""
     environments: Mapping[str, Environment]
-    """Environments by task name."""
 
 
 def start_workers(plan: RunPlan, machines: Machines, resources: ExitStack, budget: StartBudget) -> RunWorkers:

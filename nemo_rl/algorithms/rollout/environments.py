@@ -39,7 +39,7 @@ def check_environments(
         user_parts: user-supplied environments by task name, see `environments.user_environments.environment_of`.
 
     Raises:
-        ConfigError: a task has no environment, or what was supplied is no environment.
+        ConfigError: a task has no environment, what was supplied is no environment, or runners cannot start it.
     """
     for task in tasks:
         if task not in sections:
@@ -54,6 +54,12 @@ def check_environments(
         worker_keys(name, section, cluster.timeouts.environment_s)
         if name not in user_parts:
             check_environment(name, section, construct=name not in cluster.venvs)
+    if cluster.rollout_runners and user_parts:
+        raise ConfigError(
+            f"cluster.rollout_runners={cluster.rollout_runners}: runners start the environments of the section "
+            f"`env` themselves, so environments={sorted(user_parts)} cannot be used. Name their classes as keys "
+            "of `env`, or use cluster.rollout_runners=0."
+        )
 
 
 def response_data(tokenizer: TokenizerType, config: RolloutMasterConfig) -> RunData:
@@ -132,23 +138,6 @@ _MISTAKES = ("AttributeError", "ImportError", "KeyError", "ModuleNotFoundError",
 
 def _given(name: str, user_parts: Mapping[str, Any]) -> Any:
     return user_parts[name] if name in user_parts else env_class_path(name)
-
-
-def check_runners(cluster: ClusterConfig, user_parts: Mapping[str, Any]) -> None:
-    """Refuse environments that a runner cannot start again.
-
-    Args:
-        user_parts: user-supplied environments by task name.
-
-    Raises:
-        ConfigError: there are runners and user-supplied environments.
-    """
-    if cluster.rollout_runners and user_parts:
-        raise ConfigError(
-            f"cluster.rollout_runners={cluster.rollout_runners}: runners start the environments of the section "
-            f"`env` themselves, so environments={sorted(user_parts)} cannot be used. Name their classes as keys "
-            "of `env`, or use cluster.rollout_runners=0."
-        )
 
 
 def make_runner(

@@ -54,7 +54,7 @@ class Connection:
 
 
 class Restartable(Protocol):
-    """The workers of a run, with what connects them."""
+    """Replaces ranks of a run, and connects its workers again."""
 
     @property
     def models(self) -> Mapping[str, Replaceable]:
@@ -64,11 +64,9 @@ class Restartable(Protocol):
         """Return the step folder to continue from; None begins again at step 1."""
 
     def replace_ranks(self, lost: Collection[str], resume_path: Path | None) -> None:
-        """End the threads of the parts, and replace ranks, which load a step folder.
+        """End the threads of the parts, and replace the ranks of trained models and of those that lost some.
 
-        Args:
-            lost: names of the models that lost ranks; ranks of trained models are always replaced.
-            resume_path: the step folder; None: the initial weights.
+        Trained models load the step folder, or their initial weights.
         """
 
     def rebuild(self, resume_path: Path | None) -> Connection:

@@ -109,7 +109,6 @@ class RankStarter:
     tokenizer: PreTrainedTokenizerBase
     """Saved with the weights."""
     seed: int
-    """Seed of the run."""
     resume_path: Path | None = None
     """Step folder of a checkpoint; None starts from `section.model_name`."""
     busy_engines: int = 0
