@@ -153,7 +153,7 @@ class RolloutBatches:
 
     @property
     def was_changed(self) -> bool:
-        """Whether the program has replaced `rollouts`."""
+        """True if the program has replaced `rollouts`."""
         return self.rollouts is not self._built
 
     def next_batch(self, step: int, phase: Phase) -> StepBatch:

@@ -39,7 +39,7 @@ class BuiltSource(BatchSource, Protocol):
 
     @property
     def was_changed(self) -> bool:
-        """Whether the program has replaced a part of it."""
+        """True if the program has replaced a part of it."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Recovery:
     max_restarts: int
     """Number of restarts after which a failure ends the run."""
     workers: Restartable
-    """What is restarted."""
+    """Workers and parts that are restarted."""
     metrics: Logger
     """Backends of the run."""
     connection: Connection
