@@ -14,13 +14,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.algorithms.rollout.ahead import with_overlap
+from nemo_rl.algorithms.recipe import Recipe, Sampling
 from nemo_rl.algorithms.rollout.environments import response_data
-from nemo_rl.algorithms.rollout.source import FreshRollouts, RolloutSource, source_wrapper
-from nemo_rl.algorithms.rollout.start import RolloutRecipe, start_run
+from nemo_rl.algorithms.rollout.source import check_source
 from nemo_rl.algorithms.runtime.run import Run, Stage, StepBatch
 from nemo_rl.algorithms.runtime.run import train_with_restarts as distillation_train
 from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
+from nemo_rl.algorithms.start import start_run
 from nemo_rl.config import DistillationConfig, DistillationMasterConfig, PolicyConfig, TokenizerConfig
 from nemo_rl.data.interfaces import TokenizerType
 from nemo_rl.data.tokenizer import get_tokenizer
@@ -167,7 +167,7 @@ def setup(
     return start_run(config, recipe(config, user_parts), started_at)
 
 
-def recipe(config: DistillationMasterConfig, user_parts: UserParts = NOTHING) -> RolloutRecipe:
+def recipe(config: DistillationMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
     """Build the recipe of distillation, with the parts that the program passes; start nothing.
 
     Raises:
@@ -177,24 +177,17 @@ def recipe(config: DistillationMasterConfig, user_parts: UserParts = NOTHING) ->
     tokenizer = user_parts.tokenizer_of(config.policy)
     vocab_size = check_teacher_fits(config, tokenizer)
     generation = config.policy.sampling
-
-    algorithm = config.distillation
-    wrap_source = source_wrapper(algorithm.rollout_source, "distillation.rollout_source")
-
-    def source(fresh: FreshRollouts) -> RolloutSource:
-        return wrap_source(with_overlap(fresh, algorithm.num_prompts_per_step, algorithm))
+    check_source(config.distillation.rollout_source, "distillation.rollout_source")
 
     def stages(roles: Mapping[str, Policy]) -> list[Stage]:
         k = config.distillation.topk_logits_k
         return [TeacherScores(roles["teacher"], k, vocab_size, temperature=generation.temperature)]
 
-    return RolloutRecipe(
+    return Recipe(
         tokenizer=tokenizer,
         data=user_parts.data(config, lambda: response_data(tokenizer, config), sampled=True),
         loss_fn=user_parts.loss(DistillationLossFn(config.loss_fn), config.loss_fn),
         roles=config.models,
         stages=stages,
-        source=source,
-        needs_reward=False,
-        environments=user_parts.running_environments,
+        sampling=Sampling(needs_reward=False, environments=user_parts.running_environments),
     )

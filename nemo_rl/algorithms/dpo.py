@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nemo_rl.algorithms import kto
+from nemo_rl.algorithms.recipe import Recipe
 from nemo_rl.algorithms.runtime.run import Stage, StepBatch
 from nemo_rl.algorithms.runtime.run import train_with_restarts as dpo_train
 from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
-from nemo_rl.algorithms.supervised.start import Setup, SupervisedRecipe, collate_pairs, from_section
+from nemo_rl.algorithms.start import SupervisedSetup
+from nemo_rl.algorithms.supervised import collate_pairs, from_section
 from nemo_rl.config import DPOConfig, DPOMasterConfig, Role
 from nemo_rl.data.datasets.setup import setup_preference_data
 from nemo_rl.losses.loss_function import LossFunction
@@ -42,7 +44,7 @@ class ReferenceLogprobs:
         return {}
 
 
-def recipe(config: DPOMasterConfig, user_parts: UserParts = NOTHING) -> SupervisedRecipe:
+def recipe(config: DPOMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
     """Build the recipe of DPO, or of KTO; start nothing. Arguments and errors as in `sft.recipe`."""
     set_seed(config.dpo.seed)
     tokenizer = user_parts.tokenizer_of(config.policy)
@@ -55,10 +57,10 @@ def recipe(config: DPOMasterConfig, user_parts: UserParts = NOTHING) -> Supervis
     def stages(models: Mapping[str, Policy]) -> list[Stage]:
         return [ReferenceLogprobs(models["policy"])] if needs_reference else []
 
-    return SupervisedRecipe(
+    return Recipe(
         tokenizer=tokenizer,
         data=user_parts.data(config, lambda: setup_preference_data(tokenizer, config.data)),
-        collate=collate_pairs(config, tokenizer),
+        collate=collate_pairs(config.policy, tokenizer),
         loss_fn=loss_fn,
         roles=config.models | {"policy": Role(config.policy, keeps_reference=needs_reference)},
         rows_per_sample=2,
@@ -66,5 +68,5 @@ def recipe(config: DPOMasterConfig, user_parts: UserParts = NOTHING) -> Supervis
     )
 
 
-setup = Setup(DPOMasterConfig, recipe)
+setup = SupervisedSetup(DPOMasterConfig, recipe)
 """Build a DPO run and start its workers; arguments and errors as in `grpo.setup`."""

@@ -22,13 +22,14 @@ from nemo_rl.algorithms.credit.group_statistics import spread
 from nemo_rl.algorithms.credit.joined_rows import JoinedRows
 from nemo_rl.algorithms.credit.reward_shaping import effort_metrics, effort_penalty, scale_rewards, training_rewards
 from nemo_rl.algorithms.credit.turns import padded, set_invalid_tool_calls, set_malformed_thinking
-from nemo_rl.algorithms.rewarded_source import rewarded_source
+from nemo_rl.algorithms.recipe import Recipe, Sampling
 from nemo_rl.algorithms.rollout.environments import response_data
-from nemo_rl.algorithms.rollout.start import RolloutRecipe, start_run
+from nemo_rl.algorithms.rollout.source import check_source
 from nemo_rl.algorithms.runtime.run import Run, Stage, StepBatch
 from nemo_rl.algorithms.runtime.run import train_with_restarts as grpo_train
 from nemo_rl.algorithms.scoring import forward_passes, policy_scoring
 from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
+from nemo_rl.algorithms.start import start_run
 from nemo_rl.compat.public_names import public_names
 from nemo_rl.config import (
     AsyncGRPOConfig,
@@ -112,7 +113,7 @@ def setup(
     return start_run(config, recipe(config, user_parts), started_at)
 
 
-def recipe(config: GRPOMasterConfig, user_parts: UserParts = NOTHING) -> RolloutRecipe:
+def recipe(config: GRPOMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
     """Build the GRPO recipe from the configuration and user-supplied parts; start nothing.
 
     Raises:
@@ -129,21 +130,18 @@ def recipe(config: GRPOMasterConfig, user_parts: UserParts = NOTHING) -> Rollout
     needs_prev, needs_reference = forward_passes(config, loss_fn, for_credit=credit.needs_logprobs)
     data = user_parts.data(config, lambda: response_data(tokenizer, config), sampled=True)
 
-    prompt_factor = grpo.batch_multiplier if grpo.use_dynamic_sampling else 1.0
-
     def stages(roles: Mapping[str, Policy]) -> list[Stage]:
         return [policy_scoring(config, roles["policy"], needs_prev, needs_reference), credit]
 
-    return RolloutRecipe(
+    data = with_effort_levels(data, config.effort_levels, grpo.seed, tokenizer, config.data)
+    check_source(grpo.rollout_source, "grpo.rollout_source")
+    return Recipe(
         tokenizer=tokenizer,
-        data=with_effort_levels(data, config.effort_levels, grpo.seed, tokenizer, config.data),
+        data=data,
         loss_fn=loss_fn,
         roles=config.models | {"policy": Role(config.policy, keeps_reference=needs_reference)},
         stages=stages,
-        source=rewarded_source("grpo", grpo),
-        prompt_factor=prompt_factor,
-        environments=user_parts.running_environments,
-        review=review,
+        sampling=Sampling(environments=user_parts.running_environments, review=review),
     )
 
 

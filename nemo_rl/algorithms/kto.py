@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedTokenizerBase
 
+from nemo_rl.algorithms.recipe import Recipe
 from nemo_rl.algorithms.runtime.run import Stage, StepBatch
 from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
-from nemo_rl.algorithms.supervised.start import SupervisedRecipe, collate_by, from_section
+from nemo_rl.algorithms.supervised import collate_by, from_section
 from nemo_rl.config import DPOMasterConfig, Role
 from nemo_rl.data.collate_fn import feedback_collate_fn
 from nemo_rl.data.datasets.setup import setup_feedback_data
@@ -30,18 +31,16 @@ from nemo_rl.models.policy.lm_policy import Policy
 type Batch = BatchedDataDict[Any]
 
 
-def recipe(
-    config: DPOMasterConfig, tokenizer: PreTrainedTokenizerBase, user_parts: UserParts = NOTHING
-) -> SupervisedRecipe:
+def recipe(config: DPOMasterConfig, tokenizer: PreTrainedTokenizerBase, user_parts: UserParts = NOTHING) -> Recipe:
     """Build the recipe of KTO, with the parts that the program passes; start nothing."""
 
     def stages(models: Mapping[str, Policy]) -> list[Stage]:
         return [KTOPreparation(models["policy"], config.policy.max_total_sequence_length)]
 
-    return SupervisedRecipe(
+    return Recipe(
         tokenizer=tokenizer,
         data=user_parts.data(config, lambda: setup_feedback_data(tokenizer, config.data)),
-        collate=collate_by(feedback_collate_fn, config, tokenizer),
+        collate=collate_by(feedback_collate_fn, config.policy, tokenizer),
         loss_fn=user_parts.loss(KTOLossFn(from_section(KTOLossConfig, config.dpo)), config.loss_fn),
         roles=config.models | {"policy": Role(config.policy, keeps_reference=True)},
         stages=stages,

@@ -9,7 +9,7 @@ The critic is a second model of the run, the section `value`. Everything else is
 sync, overlap, the loss of the policy. Invariant: advantages and returns of a step come from the weights at its start.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,14 +17,15 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.algorithms.credit.token_credit import TokenCredit
-from nemo_rl.algorithms.rewarded_source import rewarded_source
+from nemo_rl.algorithms.recipe import Recipe, Sampling
 from nemo_rl.algorithms.rollout.environments import response_data
-from nemo_rl.algorithms.rollout.start import RolloutRecipe, start_run
+from nemo_rl.algorithms.rollout.source import check_source
 from nemo_rl.algorithms.runtime.run import Run, Stage, StepBatch, Trainer
 from nemo_rl.algorithms.runtime.run import train_with_restarts as ppo_train
-from nemo_rl.algorithms.runtime.session import SaveState
+from nemo_rl.algorithms.runtime.session import SaveState, Session
 from nemo_rl.algorithms.scoring import forward_passes, policy_scoring
 from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
+from nemo_rl.algorithms.start import start_run
 from nemo_rl.compat.public_names import public_names
 from nemo_rl.config import AsyncPPOConfig, LoggerConfig, PPOConfig, PPOMasterConfig, Role
 from nemo_rl.data.interfaces import TokenizerType
@@ -149,8 +150,8 @@ class PolicyEpochs:
     """Rows of one optimizer update where the batch does not say it."""
     critic_only_steps: int
     """First steps in which only the critic is trained."""
-    step: Callable[[], int]
-    """Returns the running step; the first one is 1."""
+    session: Session
+    """Counts the steps."""
 
     def train(
         self, data: BatchedDataDict[Any], loss_fn: AnyLossFunction, *, gbs: int | Sequence[int] | None = None
@@ -159,7 +160,7 @@ class PolicyEpochs:
 
         The ranks do not receive values and returns. Counts of samples and tokens in the metrics are those of one epoch.
         """
-        if self.step() <= self.critic_only_steps:
+        if self.session.step <= self.critic_only_steps:
             return _nothing_trained(data)
         rows: BatchedDataDict[Any] = BatchedDataDict(
             {name: column for name, column in data.items() if name not in _NOT_OF_A_POLICY}
@@ -239,7 +240,7 @@ def setup(
     return start_run(config, recipe(config, user_parts), started_at)
 
 
-def recipe(config: PPOMasterConfig, user_parts: UserParts = NOTHING) -> RolloutRecipe:
+def recipe(config: PPOMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
     """Build the PPO recipe from the configuration and user-supplied parts; start nothing.
 
     Raises:
@@ -263,20 +264,20 @@ def recipe(config: PPOMasterConfig, user_parts: UserParts = NOTHING) -> RolloutR
             CriticUpdate(critic, value_loss_fn, ppo.ppo_epochs, config.value.train_global_batch_size),
         ]
 
-    def trainer(roles: Mapping[str, Policy], step: Callable[[], int]) -> PolicyEpochs:
+    def trainer(roles: Mapping[str, Policy], session: Session) -> PolicyEpochs:
         size, start = config.policy.train_global_batch_size, ppo.policy_training_start_step
-        return PolicyEpochs(roles["policy"], ppo.ppo_epochs, size, start, step)
+        return PolicyEpochs(roles["policy"], ppo.ppo_epochs, size, start, session)
 
-    return RolloutRecipe(
+    data = user_parts.data(config, lambda: response_data(tokenizer, config), sampled=True)
+    check_source(ppo.rollout_source, "ppo.rollout_source")
+    return Recipe(
         tokenizer=tokenizer,
-        data=user_parts.data(config, lambda: response_data(tokenizer, config), sampled=True),
+        data=data,
         loss_fn=loss_fn,
         roles=config.models | {"policy": Role(config.policy, keeps_reference=needs_reference)},
         stages=stages,
-        source=rewarded_source("ppo", ppo),
         trainer=trainer,
-        prompt_factor=ppo.batch_multiplier if ppo.use_dynamic_sampling else 1.0,
-        environments=user_parts.running_environments,
+        sampling=Sampling(environments=user_parts.running_environments),
     )
 
 

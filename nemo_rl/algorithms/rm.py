@@ -11,9 +11,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from nemo_rl.algorithms.recipe import Recipe
 from nemo_rl.algorithms.runtime.run import train_with_restarts as rm_train
 from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
-from nemo_rl.algorithms.supervised.start import Setup, SupervisedRecipe, collate_pairs, validation_rows
+from nemo_rl.algorithms.start import SupervisedSetup
+from nemo_rl.algorithms.supervised import collate_pairs
 from nemo_rl.config import RMConfig, RMMasterConfig
 from nemo_rl.data.datasets.setup import setup_preference_data
 from nemo_rl.data.tokenizer import ensure_distinct_pad_token
@@ -28,7 +30,7 @@ MasterConfig = RMMasterConfig
 CALIBRATION_BINS = 10
 
 
-def recipe(config: RMMasterConfig, user_parts: UserParts = NOTHING) -> SupervisedRecipe:
+def recipe(config: RMMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
     """Build the recipe of a reward model; start nothing. Arguments and errors as in `sft.recipe`."""
     set_seed(config.rm.seed)
     tokenizer = user_parts.tokenizer_of(config.policy)
@@ -37,18 +39,18 @@ def recipe(config: RMMasterConfig, user_parts: UserParts = NOTHING) -> Supervise
     overrides = {"pad_token_id": tokenizer.pad_token_id} | (config.policy.hf_config_overrides or {})
     config.policy.hf_config_overrides = overrides
     configured = PreferenceLossFn(CentredMargin(config.rm.margin, config.rm.center_rewards_coefficient))
-    return SupervisedRecipe(
+    return Recipe(
         tokenizer=tokenizer,
         data=user_parts.data(config, lambda: setup_preference_data(tokenizer, config.data)),
-        collate=collate_pairs(config, tokenizer),
+        collate=collate_pairs(config.policy, tokenizer),
         loss_fn=user_parts.loss(configured, config.loss_fn, rows_per_sample=2),
         roles=config.models,
         rows_per_sample=2,
-        validator=lambda policy, batches: RMValidator(batches, policy, configured, validation_rows(config, 2)),
+        validator=lambda of_loss: RMValidator(of_loss.batches, of_loss.policy, configured, of_loss.micro_batch_rows),
     )
 
 
-setup = Setup(RMMasterConfig, recipe)
+setup = SupervisedSetup(RMMasterConfig, recipe)
 """Build a reward-model run and start its workers; arguments and errors as in `grpo.setup`."""
 
 

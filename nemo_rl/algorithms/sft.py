@@ -3,9 +3,11 @@
 Invariant: only tokens of assistant turns count in the loss, each once.
 """
 
+from nemo_rl.algorithms.recipe import Recipe
 from nemo_rl.algorithms.runtime.run import train_with_restarts as sft_train
 from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
-from nemo_rl.algorithms.supervised.start import Setup, SupervisedRecipe, collate_by
+from nemo_rl.algorithms.start import SupervisedSetup
+from nemo_rl.algorithms.supervised import collate_by
 from nemo_rl.config import SFTConfig, SFTMasterConfig
 from nemo_rl.data.collate_fn import sft_collate_fn
 from nemo_rl.data.datasets.setup import setup_sft_data
@@ -18,7 +20,7 @@ __all__ = ["MasterConfig", "SFTConfig", "recipe", "setup", "sft_train"]
 MasterConfig = SFTMasterConfig
 
 
-def recipe(config: SFTMasterConfig, user_parts: UserParts = NOTHING) -> SupervisedRecipe:
+def recipe(config: SFTMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
     """Build the recipe of SFT, with the parts that the program passes; start nothing.
 
     Raises:
@@ -29,15 +31,15 @@ def recipe(config: SFTMasterConfig, user_parts: UserParts = NOTHING) -> Supervis
     names = (("loss", "val_loss"), ("num_valid_samples", "num_valid_samples"))
     configured = NLLLossFn()
     loss_fn: LossFunction = user_parts.loss(configured, config.loss_fn)
-    return SupervisedRecipe(
+    return Recipe(
         tokenizer=tokenizer,
         data=user_parts.data(config, lambda: setup_sft_data(tokenizer, config.data)),
-        collate=collate_by(sft_collate_fn, config, tokenizer, only_unmask_final=config.sft.only_unmask_final),
+        collate=collate_by(sft_collate_fn, config.policy, tokenizer, only_unmask_final=config.sft.only_unmask_final),
         loss_fn=loss_fn,
         roles=config.models,
         validated_names=names if loss_fn is configured else names[:1],
     )
 
 
-setup = Setup(SFTMasterConfig, recipe)
+setup = SupervisedSetup(SFTMasterConfig, recipe)
 """Build an SFT run and start its workers; arguments and errors as in `grpo.setup`."""

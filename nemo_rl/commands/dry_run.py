@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from nemo_rl.algorithms.setup.checkpoint_size import checkpoint_sizes, checkpoints_at_once
 from nemo_rl.algorithms.setup.memory_forecast import (
     USABLE_SHARE,
     MemoryForecast,
@@ -19,6 +18,7 @@ from nemo_rl.algorithms.setup.memory_forecast import (
     forecast_memory,
     rows_per_sample,
 )
+from nemo_rl.algorithms.setup.run_folders import checkpoint_sizes, checkpoints_at_once
 from nemo_rl.config import (
     ClusterConfig,
     EngineConfig,

@@ -37,8 +37,7 @@ from nemo_rl.utils.addresses import cluster_address
 from nemo_rl.utils.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nemo_rl.algorithms.rollout.start import RolloutRecipe
-    from nemo_rl.algorithms.supervised.start import SupervisedRecipe
+    from nemo_rl.algorithms.recipe import Recipe
 
 
 @contextmanager
@@ -66,7 +65,7 @@ class _Collector(logging.Handler):
         self._records.append(record)
 
 
-def recipe_of(config: MasterConfig, *, with_data: bool = True) -> "RolloutRecipe | SupervisedRecipe":
+def recipe_of(config: MasterConfig, *, with_data: bool = True) -> "Recipe":
     """Build the recipe of a configuration's run; start nothing.
 
     Args:
@@ -84,7 +83,7 @@ def recipe_of(config: MasterConfig, *, with_data: bool = True) -> "RolloutRecipe
             return None
 
     name = next(name for name, schema in ALGORITHMS.items() if isinstance(config, schema))
-    made: RolloutRecipe | SupervisedRecipe = importlib.import_module(f"nemo_rl.algorithms.{name}").recipe(
+    made: Recipe = importlib.import_module(f"nemo_rl.algorithms.{name}").recipe(
         config, NOTHING if with_data else WithoutData()
     )
     return made
@@ -269,7 +268,7 @@ def check_memory(request: Request) -> Passed:
 
 def check_checkpoints(request: Request) -> Passed:
     """Compare the free space of the checkpoint folder with the size that the training backends expect."""
-    from nemo_rl.algorithms.setup.checkpoint_size import checkpoint_sizes, require_space
+    from nemo_rl.algorithms.setup.run_folders import checkpoint_sizes, require_space
 
     config = request.config
     assert isinstance(config, MasterConfig), "an evaluation trains nothing"

@@ -19,9 +19,9 @@ pytestmark = pytest.mark.fast
 OPTIONAL = ("sandbox", "kits", "agents", "commands")
 """Packages above the core."""
 
-LINES = {"core": 87_300, "all": 110_600}
-FILES = {"core": 505, "all": 654}
-FOLDERS = 87
+LINES = {"core": 87_200, "all": 110_200}
+FILES = {"core": 501, "all": 650}
+FOLDERS = 86
 SHORT_FILES = 50
 """Files under 60 lines, without `__init__.py`."""
 DOCUMENTATION = 0.404
@@ -31,7 +31,7 @@ IMPORTS = 0.132
 SEMICOLONS = 1710
 """Summaries of docstrings with a semicolon: two thoughts."""
 NAMES_OF_SEVERAL_CLASSES = 1
-LONG_SIGNATURES = 45
+LONG_SIGNATURES = 41
 """Functions with more than 6 parameters, `self` and `cls` not counted."""
 
 

@@ -15,9 +15,8 @@ import ray
 import torch
 from omegaconf import OmegaConf
 
-from nemo_rl.algorithms import distillation, dpo, grpo, rm, sft
+from nemo_rl.algorithms import distillation, dpo, grpo, rm, sft, start
 from nemo_rl.algorithms.grpo import MasterConfig
-from nemo_rl.algorithms.rollout import start as rollout_start
 from nemo_rl.algorithms.setup.user_parts import UserParts
 from nemo_rl.algorithms.utils import get_tokenizer, set_seed
 from nemo_rl.compat.public_names import ELSEWHERE, NOT_BUILT, OTHER_NAMES
@@ -427,7 +426,7 @@ def test_grpo_setup_accepts_tokenizer_data_environments_and_loss(tokenizer: Any)
     made = grpo.recipe(config, user_parts)
     assert made.tokenizer is tokenizer
     assert made.loss_fn is loss
-    assert dict(made.environments) == {"own": Own}
+    assert dict(made.sampling.environments) == {"own": Own}
     assert (len(made.data.train), len(made.data.validation or ())) == (12, 12)
     assert made.data.task_env == {"own": "own"}
     assert config.env["own"] == {}
@@ -453,7 +452,7 @@ def test_a_dict_is_checked_as_a_file_is() -> None:
 
 
 def test_wrong_parts_are_refused_before_ray_starts(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout_start, "init_ray", lambda *_: pytest.fail("Ray was started"))
+    monkeypatch.setattr(start, "init_ray", lambda *_: pytest.fail("Ray was started"))
     rows = own_rows(tokenizer)
     with pytest.raises(ConfigError, match="task 'own', which no environment rewards; there are: math"):
         grpo.setup(plain_config(), tokenizer, rows)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_rl.algorithms.rollout.source import FreshRollouts, Group, RolloutSource
+from nemo_rl.algorithms.rollout.source import FreshRollouts, Group, RolloutSource, drawn_prompts
 from nemo_rl.config import OverlapConfig, RolloutTrainingConfig
 from nemo_rl.data.streams.prompt_stream import DataExhausted, PromptBatch, PromptPosition
 from nemo_rl.experience.event_loop import BackgroundTask, wait_for_any
@@ -426,8 +426,8 @@ class AheadRollouts:
         )
 
 
-def with_overlap(fresh: FreshRollouts, groups_per_step: int, algorithm: RolloutTrainingConfig) -> RolloutSource:
+def with_overlap(fresh: FreshRollouts, algorithm: RolloutTrainingConfig) -> RolloutSource:
     """Return the source of the section `overlap`: the given one, or one that samples ahead."""
     if algorithm.overlap.mode != "ahead":
         return fresh
-    return AheadRollouts(fresh, groups_per_step, algorithm.overlap, algorithm.max_num_steps)
+    return AheadRollouts(fresh, drawn_prompts(algorithm), algorithm.overlap, algorithm.max_num_steps)

@@ -119,52 +119,42 @@ def age_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, f
     return {"avg_trajectory_age": sum(ages) / len(ages), "max_trajectory_age": float(max(ages))} if ages else {}
 
 
+@dataclass(kw_only=True, eq=False)
 class RolloutBatches:
-    """Makes batches of rollouts; a `runtime.run.BatchSource`.
+    """Makes batches of rollouts; a `runtime.run.BatchSource`."""
 
-    Args:
-        rollouts: gives the trajectories.
-        prompts: the stream that the prompts come from; the prompts of trained batches are acknowledged there.
-        refitter: keeps the engines at the policy's weights.
-        probe: checks that the engines sample from the policy.
-        trajectory_log: writes conversations and rewards.
-        layout: `build_training_batch`, with all arguments but the trajectories bound.
-        idle: measures how long trainer, engines and environments have nothing to do.
-        engine_load: returns `GenerationInterface.load_metrics`, to be logged under `generation/`.
-        tasks: names of the run's environments; several of them have their own metrics.
-        samples_per_update: samples of one optimizer update, `policy.train_global_batch_size`; None: those of a step.
-        recorder: records steps for a replay; None records none.
-        mixes_weights: as `stale_tokens`.
-    """
+    rollouts: RolloutSource
+    """Gives the trajectories; may be replaced before the first step."""
+    prompts: Prompts
+    """The stream that the prompts come from; the prompts of trained batches are acknowledged there."""
+    refitter: Refitter
+    """Keeps the engines at the policy's weights."""
+    probe: SyncProbe
+    """Checks that the engines sample from the policy."""
+    layout: Callable[[Sequence[Trajectory]], BatchedDataDict[Any]]
+    """`build_training_batch`, with all arguments but the trajectories bound."""
+    trajectory_log: TrajectoryLog
+    """Writes conversations and rewards."""
+    idle: IdleShares
+    """Measures how long trainer, engines and environments have nothing to do."""
+    engine_load: Callable[[], dict[str, float]] = dict
+    """Returns `GenerationInterface.load_metrics`, to be logged under `generation/`."""
+    recorder: StepRecorder | None = None
+    """Records steps for a replay; None records none."""
+    tasks: Collection[str] = ()
+    """Names of the run's environments; several of them have their own metrics."""
+    samples_per_update: int | None = None
+    """Samples of one optimizer update, `policy.train_global_batch_size`; None: those of a step."""
+    mixes_weights: bool = False
+    """As in `stale_tokens`."""
 
-    def __init__(
-        self,
-        rollouts: RolloutSource,
-        prompts: Prompts,
-        refitter: Refitter,
-        probe: SyncProbe,
-        trajectory_log: TrajectoryLog,
-        layout: Callable[[Sequence[Trajectory]], BatchedDataDict[Any]],
-        idle: IdleShares,
-        engine_load: Callable[[], dict[str, float]] = dict,
-        tasks: Collection[str] = (),
-        samples_per_update: int | None = None,
-        recorder: StepRecorder | None = None,
-        mixes_weights: bool = False,
-    ):
-        self.rollouts = rollouts
-        """As passed; may be replaced before the first step."""
-        self._prompts = prompts
-        self._refitter = refitter
-        self._probe = probe
-        self._trajectory_log = trajectory_log
-        self._layout = layout
-        self._idle = idle
-        self._engine_load = engine_load
-        self._tasks = tasks
-        self._samples_per_update = samples_per_update
-        self._recorder = recorder
-        self._mixes_weights = mixes_weights
+    def __post_init__(self) -> None:
+        self._built = self.rollouts
+
+    @property
+    def was_changed(self) -> bool:
+        """True if the program has replaced `rollouts`."""
+        return self.rollouts is not self._built
 
     def next_batch(self, step: int, phase: Phase) -> StepBatch:
         """See `BatchSource.next_batch`.
@@ -174,19 +164,19 @@ class RolloutBatches:
             DataError: samples have branches, and do not divide into optimizer updates.
         """
         waiting = self._waiting(phase)
-        with phase("weight_sync"), waiting("idle/refit_bubble"), self._idle.trainer_waits():
-            self._refitter.ensure_fresh()
+        with phase("weight_sync"), waiting("idle/refit_bubble"), self.idle.trainer_waits():
+            self.refitter.ensure_fresh()
         exposed, starved = waiting("exposed_generation"), waiting("idle/buffer_starvation")
-        with phase("generation"), exposed, starved, self._idle.trainer_waits():
+        with phase("generation"), exposed, starved, self.idle.trainer_waits():
             given = sorted(self.rollouts.next_groups(step), key=lambda group: group.order)
-        self._refitter.before_training()
+        self.refitter.before_training()
         groups = [group for group in given if group.trains]
         trajectories = numbered(groups)
-        tensors = self._layout(trajectories)
-        version, max_staleness = self._refitter.weight_version, self.rollouts.max_staleness
+        tensors = self.layout(trajectories)
+        version, max_staleness = self.refitter.weight_version, self.rollouts.max_staleness
         check_staleness(trajectories, version, max_staleness)
-        stale_BT = mark_stale(tensors, trajectories, version, mixes_weights=self._mixes_weights)
-        self._probe.check(tensors, stale_BT)
+        stale_BT = mark_stale(tensors, trajectories, version, mixes_weights=self.mixes_weights)
+        self.probe.check(tensors, stale_BT)
         rewards = _rewards(given)
         overlap = age_metrics(trajectories, version) | _discarded(given) if max_staleness else {}
         batch = StepBatch(
@@ -194,22 +184,22 @@ class RolloutBatches:
             trajectories,
             num_prompts=len(groups),
             metrics=rollout_metrics(trajectories)
-            | metrics_by_environment(trajectories, self._tasks, OF_AN_ENVIRONMENT)
+            | metrics_by_environment(trajectories, self.tasks, OF_AN_ENVIRONMENT)
             | overlap
-            | self._prompts.metrics(rewards)
+            | self.prompts.metrics(rewards)
             | self.rollouts.metrics,
             metrics_under={
-                "refit": self._refitter.last_sync,
-                "idle": self._idle.since_last_call(),
-                "generation": self._engine_load(),
+                "refit": self.refitter.last_sync,
+                "idle": self.idle.since_last_call(),
+                "generation": self.engine_load(),
             },
-            rows_per_update=rows_per_update(trajectories, self._samples_per_update or len(trajectories)),
+            rows_per_update=rows_per_update(trajectories, self.samples_per_update or len(trajectories)),
             prompts=[group.prompt for group in given if group.prompt is not None],
             rewards=rewards,
             stale_BT=stale_BT,
         )
-        if self._recorder is not None:
-            self._recorder.begin(step, batch, phase)
+        if self.recorder is not None:
+            self.recorder.begin(step, batch, phase)
         return batch
 
     def _waiting(self, phase: Phase) -> Phase:
@@ -218,11 +208,11 @@ class RolloutBatches:
 
     def trained(self, step: int, batch: StepBatch) -> None:
         """See `BatchSource.trained`."""
-        self._trajectory_log.write_training(step, batch.trajectories, batch.tensors)
-        if self._recorder is not None:
-            self._recorder.write(step, batch)
-        self._prompts.acknowledge(batch.prompts)
-        self._prompts.finish_step(step, batch.rewards)
+        self.trajectory_log.write_training(step, batch.trajectories, batch.tensors)
+        if self.recorder is not None:
+            self.recorder.write(step, batch)
+        self.prompts.acknowledge(batch.prompts)
+        self.prompts.finish_step(step, batch.rewards)
 
 
 def mark_stale(

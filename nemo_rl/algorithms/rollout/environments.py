@@ -1,47 +1,65 @@
-"""Check and start the environments of a run: configured and user-supplied ones."""
+"""Check and start the environments of a run, configured and user-supplied ones, and what plays rollouts in them."""
 
 import logging
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from nemo_rl.config import RolloutMasterConfig
+from transformers import PreTrainedTokenizerBase
+
+from nemo_rl.config import ClusterConfig, RolloutMasterConfig
 from nemo_rl.config.schema.kits import ToolEnvironmentConfig
 from nemo_rl.data.datasets.setup import RunData, setup_response_data
 from nemo_rl.data.interfaces import TokenizerType
+from nemo_rl.data.messages.content import text_rules
 from nemo_rl.environments.registry import check_environment, env_class_path
 from nemo_rl.environments.user_environments import environment_of, start_environment
 from nemo_rl.environments.workers.client import EnvironmentClient
-from nemo_rl.environments.workers.loading import load_env_class, section_of, worker_keys
+from nemo_rl.environments.workers.loading import import_path, load_env_class, section_of, worker_keys
 from nemo_rl.environments.workers.start import Environment
+from nemo_rl.experience.event_loop import EventLoopThread
+from nemo_rl.experience.penalties import ReviewSettings
+from nemo_rl.experience.rollouts import RolloutLimits, RolloutRunner
+from nemo_rl.experience.runners.actor import RunnerSettings
+from nemo_rl.experience.runners.client import RemoteRunner
+from nemo_rl.models.generation.engine_group import EngineGroup
+from nemo_rl.models.generation.factory import engine_settings
 from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 
-def check_environments(config: RolloutMasterConfig, tasks: Collection[str], user_parts: Mapping[str, Any]) -> None:
+def check_environments(
+    sections: Mapping[str, Any], cluster: ClusterConfig, tasks: Collection[str], user_parts: Mapping[str, Any]
+) -> None:
     """Check the environments of a run; start nothing.
 
     Args:
-        config: the run's configuration; `env` has a section for each environment.
+        sections: `env`, with a section for each environment.
         user_parts: user-supplied environments by task name, see `environments.user_environments.environment_of`.
 
     Raises:
-        ConfigError: a task has no environment, or what was supplied is no environment.
+        ConfigError: a task has no environment, what was supplied is no environment, or runners cannot start it.
     """
     for task in tasks:
-        if task not in config.env:
-            known = ", ".join(sorted(config.env)) or "none"
+        if task not in sections:
+            known = ", ".join(sorted(sections)) or "none"
             raise ConfigError(
                 f"the data has rows of the task {task!r}, which no environment rewards; there are: {known}. Hand one "
                 f"in as environments={{{task!r}: ...}}, or write a section env.{task}."
             )
     for name in {*tasks, *user_parts}:
         environment_of(name, _given(name, user_parts))
-        section = section_of(config.env[name])
-        worker_keys(name, section, config.cluster.timeouts.environment_s)
+        section = section_of(sections[name])
+        worker_keys(name, section, cluster.timeouts.environment_s)
         if name not in user_parts:
-            check_environment(name, section, construct=name not in config.cluster.venvs)
+            check_environment(name, section, construct=name not in cluster.venvs)
+    if cluster.rollout_runners and user_parts:
+        raise ConfigError(
+            f"cluster.rollout_runners={cluster.rollout_runners}: runners start the environments of the section "
+            f"`env` themselves, so environments={sorted(user_parts)} cannot be used. Name their classes as keys "
+            "of `env`, or use cluster.rollout_runners=0."
+        )
 
 
 def response_data(tokenizer: TokenizerType, config: RolloutMasterConfig) -> RunData:
@@ -63,20 +81,22 @@ def response_data(tokenizer: TokenizerType, config: RolloutMasterConfig) -> RunD
 
 
 def start_environments(
-    config: RolloutMasterConfig, tasks: Collection[str], user_parts: Mapping[str, Any], resources: ExitStack
+    sections: Mapping[str, Any],
+    cluster: ClusterConfig,
+    tasks: Collection[str],
+    user_parts: Mapping[str, Any],
+    resources: ExitStack,
 ) -> dict[str, Environment]:
     """Start the environments that do not run yet, in the background.
 
     Args:
-        config: the run's configuration.
+        sections: `env`, with a section for each environment.
         user_parts: user-supplied environments by task name.
         resources: environments that are started here are registered on it. Those that ran before are not, and continue
             after the run.
     """
     return {
-        name: start_environment(
-            environment_of(name, _given(name, user_parts)), config.env[name], config.cluster, resources
-        )
+        name: start_environment(environment_of(name, _given(name, user_parts)), sections[name], cluster, resources)
         for name in dict.fromkeys([*tasks, *user_parts])
     }
 
@@ -118,3 +138,49 @@ _MISTAKES = ("AttributeError", "ImportError", "KeyError", "ModuleNotFoundError",
 
 def _given(name: str, user_parts: Mapping[str, Any]) -> Any:
     return user_parts[name] if name in user_parts else env_class_path(name)
+
+
+def make_runner(
+    config: RolloutMasterConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    engines: EngineGroup,
+    environments: Mapping[str, Environment],
+    review: ReviewSettings,
+    threads: ExitStack,
+) -> RolloutRunner:
+    """Build the object that plays rollouts and reviews them: in the driver, or in runner actors.
+
+    Its event loop and the actors are registered on `threads`.
+
+    Raises:
+        ConfigError: there are fewer engines than runners.
+    """
+    loop = EventLoopThread()
+    threads.callback(loop.close)
+    algorithm, cluster = config.algorithm, config.cluster
+    limits = RolloutLimits(
+        config.policy.max_total_sequence_length,
+        algorithm.max_rollout_turns,
+        cluster.timeouts.rollout_s,
+        algorithm.max_episode_tokens,
+    )
+    rules = text_rules(config.data)
+    if not cluster.rollout_runners:
+        optimizations = cluster.optimizations
+        reviewer, endpoint = review.make(tokenizer), cluster.agent_endpoint
+        return RolloutRunner(engines, environments, tokenizer, limits, loop, rules, optimizations, reviewer, endpoint)
+    settings = RunnerSettings(
+        engines=engines.workers.workers,
+        workers_per_engine=engine_settings(config.policy, cluster, algorithm.seed, load_weights=False).num_workers,
+        environments={name: (env_class_path(name), config.env[name].model_dump()) for name in environments},
+        cluster=cluster,
+        tokenizer=tokenizer,
+        limits=limits,
+        text_rules=rules,
+        import_path=import_path({}),
+        reads_collections=any(environment.reads_collections for environment in environments.values()),
+        review=review,
+    )
+    runner = RemoteRunner(engines, environments, settings, cluster.rollout_runners, loop)
+    threads.callback(runner.shutdown, cluster.timeouts.shutdown_s)
+    return runner

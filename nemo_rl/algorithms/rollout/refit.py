@@ -28,8 +28,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from nemo_rl.algorithms.runtime.device_sharing import MemorySharing
+from nemo_rl.config import ClusterConfig, PolicyConfig
 from nemo_rl.distributed.workers.results import PendingCall, gather
 from nemo_rl.models.generation.engine_group import EngineGroup
+from nemo_rl.models.generation.registry import engine_kind
 from nemo_rl.utils.errors import NonFiniteError
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.lanes import Lane, LaneChoice, LaneOfWorkers, Trainers
@@ -99,6 +101,15 @@ class Engines:
             workers.get_all_worker_results(calls, self.timeout_s, f"engines: {method}")
 
         self.generation.with_replacements(call_all)
+
+
+def shared_engines(policy: PolicyConfig, cluster: ClusterConfig, engines: EngineGroup | None) -> Engines | None:
+    """The engines as a user of shared memory; None if there are none, or they have their own devices."""
+    generation = policy.generation
+    if engines is None or generation is None or not generation.colocated.enabled:
+        return None
+    drops_weights = engine_kind(generation.backend).drops_weights(generation)
+    return Engines(engines, cluster.timeouts.weight_sync_s, drops_weights)
 
 
 class Refitter:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from nemo_rl.config import RolloutSourceConfig
+from nemo_rl.config import RewardedTrainingConfig, RolloutSourceConfig, RolloutTrainingConfig
 from nemo_rl.data.streams.prompt_stream import DataExhausted, PromptBatch, PromptPosition, Prompts
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.event_loop import BackgroundTask
@@ -155,8 +155,15 @@ SOURCES: Registry[RolloutSource] = Registry(
 """Sources that `rollout_source.name` may name; a user's own is constructed with the source that it wraps."""
 
 
-def source_wrapper(config: RolloutSourceConfig, key: str) -> Callable[[RolloutSource], RolloutSource]:
-    """Check the user's own source, and return a function that wraps a source in it; without one it changes nothing.
+def drawn_prompts(algorithm: RolloutTrainingConfig) -> int:
+    """Return the prompts that are drawn at a time: those of a step, with dynamic sampling those of a round."""
+    if isinstance(algorithm, RewardedTrainingConfig) and algorithm.use_dynamic_sampling:
+        return int(algorithm.num_prompts_per_step * algorithm.batch_multiplier)
+    return algorithm.num_prompts_per_step
+
+
+def check_source(config: RolloutSourceConfig, key: str) -> None:
+    """Check the user's own source, if the section names one.
 
     Args:
         key: dotted path of the section.
@@ -164,14 +171,13 @@ def source_wrapper(config: RolloutSourceConfig, key: str) -> Callable[[RolloutSo
     Raises:
         ConfigError: the class cannot be used, or its arguments do not fit.
     """
-    is_own = SOURCES.is_own(config.name)
-    if is_own:
+    if SOURCES.is_own(config.name):
         SOURCES.check_arguments(config.name, key, config.kwargs, num_given=1)
 
-    def wrap(inner: RolloutSource) -> RolloutSource:
-        return SOURCES.make(config.name, key, config.kwargs, inner) if is_own else inner
 
-    return wrap
+def wrap_source(inner: RolloutSource, config: RolloutSourceConfig, key: str) -> RolloutSource:
+    """Return a source in the user's own one, or the source itself; see `check_source`."""
+    return SOURCES.make(config.name, key, config.kwargs, inner) if SOURCES.is_own(config.name) else inner
 
 
 @dataclass

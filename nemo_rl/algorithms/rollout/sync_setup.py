@@ -162,8 +162,7 @@ def make_refitter(
         engines: their destination.
         memory: hands shared devices over.
     """
-    generation = config.generation
-    assert generation is not None, "engine_settings checks this"
+    generation = config.sampling
     sync = generation.weight_sync
     timeout_s = cluster.timeouts.weight_sync_s
     spec = TransportSpec(
@@ -232,8 +231,7 @@ def make_probe(
     config: PolicyConfig, cluster: ClusterConfig, policy: Policy, engines: EngineGroup, refitter: Refitter
 ) -> SyncProbe:
     """Build the check of the first sync; arguments as `make_refitter`."""
-    generation = config.generation
-    assert generation is not None, "engine_settings checks this"
+    generation = config.sampling
     formats = {config.precision, engine_precision(config)}
     if FP8 in (generation.engine.precision, generation.engine.kv_cache_dtype[:3]):
         formats.add(FP8)

@@ -17,7 +17,9 @@ from typing import Any
 
 from nemo_rl.algorithms.rollout.refit import Refitter
 from nemo_rl.algorithms.runtime.validations import InTurn, Validation, ValidationResult
-from nemo_rl.config import OverlapConfig
+from nemo_rl.config import RolloutTrainingConfig
+from nemo_rl.data.datasets.setup import RunData
+from nemo_rl.data.loader import build_loader
 from nemo_rl.data.messages.content import with_texts
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.event_loop import BackgroundTask
@@ -202,16 +204,33 @@ def _version_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def make_validation(
-    overlap: OverlapConfig, validator: Validator, report: ValidationReport, refitter: Refitter
-) -> Validation:
-    """Build the validation of the section `overlap`.
+    data: RunData,
+    algorithm: RolloutTrainingConfig,
+    sampling: SamplingParams,
+    runner: RolloutRunner,
+    report: ValidationReport,
+    refitter: Refitter,
+) -> Validation | None:
+    """Build the validation of a run; None without validation data.
 
     Args:
-        validator: plays the validation prompts.
-        report: writes the samples.
         refitter: gives the engines the policy's weights; with `hold_updates` it waits for the validation before that.
     """
-    if overlap.validation == "stop":
+    prompts = data.all_validation
+    if prompts is None:
+        return None
+    rows = prompts.first_rows(algorithm.max_val_samples or len(prompts))
+    batch_size = min(algorithm.val_batch_size or len(rows), len(rows))
+    validator = Validator(
+        build_loader(rows, batch_size, shuffle=False, seed=algorithm.seed, drop_last=False),
+        runner,
+        sampling,
+        algorithm.val_num_generations_per_prompt,
+        algorithm.seed,
+        sorted(set(data.task_env.values())),
+        prompts.name_of,
+    )
+    if algorithm.overlap.validation == "stop":
 
         def validate(step: int) -> dict[str, float]:
             refitter.ensure_fresh()
@@ -221,6 +240,6 @@ def make_validation(
 
         return InTurn(validate)
     validation = BackgroundValidation(validator, refitter.ensure_fresh, report)
-    if overlap.validation == "hold_updates":
+    if algorithm.overlap.validation == "hold_updates":
         refitter.before_update.append(validation.wait)
     return validation

@@ -11,8 +11,7 @@ checkpoint, and its files and trackers hold each step once.
 
 import logging
 import re
-from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -35,17 +34,43 @@ class Replaceable(Protocol):
         """Return in one line why the ranks have to be replaced; None if they need not be."""
 
 
+class BuiltSource(BatchSource, Protocol):
+    """A source that `setup` of an algorithm has built."""
+
+    @property
+    def was_changed(self) -> bool:
+        """True if the program has replaced a part of it."""
+
+
 @dataclass(frozen=True)
 class Connection:
-    """The parts of a run in the controller, which connect its workers; fields without a text are as in `Run`."""
+    """The parts of a run in the controller, which connect its workers; fields are as in `Run`."""
 
     session: Session
-    source: BatchSource
+    source: BuiltSource
     stages: list[Stage]
     memory: MemorySharing
     trainer: Trainer | None = None
-    was_changed: Callable[[], bool] = lambda: False
-    """Returns whether the program has replaced a part of the source."""
+
+
+class Restartable(Protocol):
+    """Replaces ranks of a run, and connects its workers again."""
+
+    @property
+    def models(self) -> Mapping[str, Replaceable]:
+        """All models by name."""
+
+    def newest_checkpoint(self) -> Path | None:
+        """Return the step folder to continue from; None begins again at step 1."""
+
+    def replace_ranks(self, lost: Collection[str], resume_path: Path | None) -> None:
+        """End the threads of the parts, and replace the ranks of trained models and of those that lost some.
+
+        Trained models load the step folder, or their initial weights.
+        """
+
+    def rebuild(self, resume_path: Path | None) -> Connection:
+        """Build the parts in the controller, for a run that continues from a step folder."""
 
 
 @dataclass(frozen=True)
@@ -72,20 +97,12 @@ class Recovery:
 
     max_restarts: int
     """Number of restarts after which a failure ends the run."""
-    models: Mapping[str, Replaceable]
-    """All models by name."""
-    newest_checkpoint: Callable[[], Path | None]
-    """Returns the step folder to continue from; None begins again at step 1."""
-    replace_ranks: Callable[[Collection[str], Path | None], None]
-    """Replaces the ranks of all trained models, and of the models with these names, from a step folder."""
-    connect: Callable[[Path | None], Connection]
-    """Builds the parts in the controller for a run that continues from a step folder."""
+    workers: Restartable
+    """Workers and parts that are restarted."""
     metrics: Logger
     """Backends of the run."""
     connection: Connection
     """The current parts."""
-    threads: ExitStack = field(default_factory=ExitStack)
-    """Ends the threads of the current parts."""
     causes: list[Cause] = field(default_factory=list)
     """Reasons of the restarts so far."""
 
@@ -100,13 +117,13 @@ class Recovery:
         if not self.max_restarts or run.session.must_stop or isinstance(failure, RayDiedError):
             raise failure
         silence_is_loss = isinstance(failure, DeadlineExceededError)
-        losses = {name: model.find_loss(silence_is_loss=silence_is_loss) for name, model in self.models.items()}
+        losses = {name: model.find_loss(silence_is_loss=silence_is_loss) for name, model in self.workers.models.items()}
         lost = {name: loss for name, loss in losses.items() if loss is not None}
         if not lost:
             raise failure
         logger.warning("%s", failure)
         self._note(Cause(run.session.step, _reason(failure, lost)), failure)
-        if run.source is not self.connection.source or self.connection.was_changed():
+        if run.source is not self.connection.source or self.connection.source.was_changed:
             raise RunRestartError(
                 f"The models {sorted(lost)} lost ranks, and the run cannot restart by itself, because its source was "
                 "replaced after setup. Name the source in the key rollout_source of the algorithm's section, or start "
@@ -126,15 +143,14 @@ class Recovery:
         raise RunRestartError(f"{why}, so the run ends. The causes:\n{listed}") from failure
 
     def _restart(self, run: Run, lost: Mapping[str, str]) -> None:
-        failed, last, checkpoint = self.causes[-1], run.session.state.total_steps, self.newest_checkpoint()
+        failed, last, checkpoint = self.causes[-1], run.session.state.total_steps, self.workers.newest_checkpoint()
         logger.warning(
             "Restart %d of %d: the ranks of %s are replaced and continue from %s; engines and environments stay. %s",
             *(len(self.causes), self.max_restarts, ", ".join(lost), checkpoint or "the initial weights", failed),
         )
-        self.threads.close()
-        self.replace_ranks(lost.keys(), checkpoint)
+        self.workers.replace_ranks(lost.keys(), checkpoint)
         self.metrics.go_back()
-        self.connection = self.connect(checkpoint)
+        self.connection = self.workers.rebuild(checkpoint)
         self.connection.session.take_over(run.session, len(self.causes))
         run.session, run.source = self.connection.session, self.connection.source
         run.stages, run.memory, run.trainer = (

@@ -7,6 +7,7 @@ A run names its models, for example `{"policy": ..., "critic": ...}`; `config.Ro
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +15,15 @@ from typing import Any, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.algorithms.runtime.device_sharing import device_user
-from nemo_rl.config import ClusterConfig, MasterConfig, PolicyConfig, Role, divide_cluster, plan_topology, sharing
+from nemo_rl.config import (
+    CheckpointingConfig,
+    ClusterConfig,
+    PolicyConfig,
+    Role,
+    divide_cluster,
+    plan_topology,
+    sharing,
+)
 from nemo_rl.distributed.cluster.node_checks import Shared, check_nodes
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.policy.lm_policy import Policy
@@ -91,43 +100,39 @@ def _reserve(
 _RESTARTS_WITH_CHECKPOINTS = 3
 
 
-def start_role(
-    name: str,
-    role: Role,
-    where: RayVirtualCluster,
-    cluster: ClusterConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    seed: int,
-    resume_path: Path | None = None,
-    busy_engines: int = 0,
-) -> Policy:
-    """Start the ranks of a model, from its own weights or a checkpoint; block until they are ready.
+@dataclass(frozen=True)
+class RankStarter:
+    """Starts the ranks of models, from their own weights or a checkpoint."""
 
-    Args:
-        role: its section, and whether it is trained.
-        where: bundles for the ranks.
-        cluster: deadlines and threads.
-        tokenizer: saved with its weights.
-        resume_path: step folder of a checkpoint; None starts from `section.model_name`.
-        busy_engines: engine workers on each machine that compute while the ranks do.
-    """
-    weights_path, optimizer_path = saved_paths(name, role, resume_path)
-    return Policy(
-        where,
-        role.section,
-        tokenizer,
-        name_prefix="lm_policy" if name == "policy" else name,
-        weights_path=weights_path,
-        optimizer_path=optimizer_path,
-        init_optimizer=role.trains,
-        init_reference_model=role.keeps_reference,
-        timeouts=cluster.timeouts,
-        threads_per_rank=cluster.threads_per_rank,
-        busy_engines=busy_engines,
-        seed=seed,
-        venv=cluster.venvs.get("policy"),
-        optimizations=cluster.optimizations,
-    )
+    cluster: ClusterConfig
+    """Deadlines and threads."""
+    tokenizer: PreTrainedTokenizerBase
+    """Saved with the weights."""
+    seed: int
+    resume_path: Path | None = None
+    """Step folder of a checkpoint; None starts from `section.model_name`."""
+    busy_engines: int = 0
+    """Engine workers on each machine that compute while the ranks do."""
+
+    def start(self, name: str, role: Role, where: RayVirtualCluster) -> Policy:
+        """Start the ranks of a model on bundles; block until they are ready."""
+        weights_path, optimizer_path = saved_paths(name, role, self.resume_path)
+        return Policy(
+            where,
+            role.section,
+            self.tokenizer,
+            name_prefix="lm_policy" if name == "policy" else name,
+            weights_path=weights_path,
+            optimizer_path=optimizer_path,
+            init_optimizer=role.trains,
+            init_reference_model=role.keeps_reference,
+            timeouts=self.cluster.timeouts,
+            threads_per_rank=self.cluster.threads_per_rank,
+            busy_engines=self.busy_engines,
+            seed=self.seed,
+            venv=self.cluster.venvs.get("policy"),
+            optimizations=self.cluster.optimizations,
+        )
 
 
 def saved_paths(name: str, role: Role, resume_path: Path | None) -> tuple[Path | None, Path | None]:
@@ -209,12 +214,11 @@ def replace_ranks(
         ready |= {name: models[name] for name in names}
 
 
-def allowed_restarts(config: MasterConfig) -> int:
+def allowed_restarts(cluster: ClusterConfig, checkpointing: CheckpointingConfig) -> int:
     """Return how often the ranks of a run may be replaced."""
-    allowed = config.cluster.max_run_restarts
-    if allowed is None:
-        return _RESTARTS_WITH_CHECKPOINTS if config.checkpointing.enabled else 0
-    return allowed
+    if cluster.max_run_restarts is None:
+        return _RESTARTS_WITH_CHECKPOINTS if checkpointing.enabled else 0
+    return cluster.max_run_restarts
 
 
 class Closable(Protocol):
@@ -253,7 +257,10 @@ def start_together(starts: Mapping[str, Callable[[], Closable]], resources: Exit
 
 
 def reserve(
-    clusters: Iterable[RayVirtualCluster], config: MasterConfig, models: Mapping[str, Role], resources: ExitStack
+    clusters: Iterable[RayVirtualCluster],
+    checkpointing: CheckpointingConfig,
+    models: Mapping[str, Role],
+    resources: ExitStack,
 ) -> None:
     """Reserve all bundles of a run and compare their nodes, before the first worker starts.
 
@@ -265,18 +272,18 @@ def reserve(
     for cluster in different:
         resources.callback(cluster.shutdown)
         cluster.get_placement_groups()
-    check_nodes(different, _shared(config, models))
+    check_nodes(different, _shared(checkpointing, models))
 
 
-def _shared(config: MasterConfig, models: Mapping[str, Role]) -> Shared:
+def _shared(checkpointing: CheckpointingConfig, models: Mapping[str, Role]) -> Shared:
     """Return the folders that every machine of a run must be able to read."""
     folders: dict[str, str] = {}
     for name, role in models.items():
         section = role.section
         folders |= {f"{name}.model_name": section.model_name, f"{name}.tokenizer.name": section.tokenizer.name}
-    if not config.checkpointing.enabled:
+    if not checkpointing.enabled:
         return Shared(folders)
     # The path is absolute because workers may have another working directory. `load_config` has made the models'
     # folders absolute.
-    saved = Path(config.checkpointing.checkpoint_dir).absolute()
+    saved = Path(checkpointing.checkpoint_dir).absolute()
     return Shared(folders, ("checkpointing.checkpoint_dir", str(saved)))

@@ -1,7 +1,8 @@
 """Open the folders of a run: logs, checkpoints, and the checkpoint from which it resumes.
 
-They are opened after configuration and data are accepted. Invariant: a folder that cannot hold the run's checkpoints,
-and a checkpoint from which the run cannot resume, are refused here, before Ray starts.
+They are opened after configuration and data are accepted. The size of a checkpoint is that of the one from which the
+run resumes, or the sum of what the backends of the trained models estimate. Invariant: a folder that cannot hold the
+run's checkpoints, and a checkpoint from which the run cannot resume, are refused here, before Ray starts.
 """
 
 import logging
@@ -12,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.algorithms.runtime.resume_check import ROWS_CHECKSUM, check_resume
-from nemo_rl.algorithms.setup.checkpoint_size import check_space
 from nemo_rl.algorithms.setup.run_record import EndOfRun, record_run
-from nemo_rl.config import MasterConfig, Role, save_resolved
+from nemo_rl.config import CheckpointingConfig, MasterConfig, Role, save_resolved, trained
 from nemo_rl.data.datasets.processed_dataset import MixedDataset
 from nemo_rl.data.streams.prompt_stream import Prompts
+from nemo_rl.files.manifest import manifest_bytes
+from nemo_rl.host.capacity import free_bytes, readable_bytes
+from nemo_rl.models.training.backends import training_backend
 from nemo_rl.utils.checkpoint import CheckpointManager
+from nemo_rl.utils.errors import CheckpointError
 from nemo_rl.utils.logger import get_next_experiment_dir
 
 logger = logging.getLogger(__name__)
@@ -80,3 +84,73 @@ def open_folders(
     save_resolved(config, log_dir / "config.yaml")
     logger.info("Logs of this run: %s", log_dir)
     return RunFolders(log_dir, checkpoints, resume_path, record_run(log_dir, config, resources), position)
+
+
+def checkpoint_sizes(models: Mapping[str, Role], checkpointing: CheckpointingConfig) -> dict[str, int] | None:
+    """Estimate the bytes of each trained model in a checkpoint, by name; None if a backend does not estimate it."""
+    sizes = {
+        name: training_backend(role.section).checkpoint_bytes(role.section, checkpointing)
+        for name, role in trained(models).items()
+    }
+    known = {name: size for name, size in sizes.items() if size is not None}
+    return known if len(known) == len(sizes) else None
+
+
+def check_space(
+    checkpointing: CheckpointingConfig,
+    models: Mapping[str, Role],
+    checkpoints: CheckpointManager,
+    resume_path: Path | None,
+) -> None:
+    """Compare the free bytes with what a run will write: refuse if one checkpoint does not fit, warn if all do not.
+
+    Raises:
+        CheckpointError: not even the next checkpoint fits.
+    """
+    one = _written_bytes(models, resume_path)
+    if one is None:
+        sizes = checkpoint_sizes(models, checkpointing)
+        one = None if sizes is None else sum(sizes.values())
+    if one is None:
+        return
+    checkpoints.expected_bytes = one
+    require_space(checkpointing, one, len(checkpoints.steps()))
+
+
+def _written_bytes(models: Mapping[str, Role], path: Path | None) -> int | None:
+    """Return the bytes of a checkpoint on the disk; None if there is none, or if it lacks a trained model."""
+    if path is None or not all((path / name).exists() for name in trained(models)):
+        return None
+    return manifest_bytes(path)
+
+
+def require_space(checkpointing: CheckpointingConfig, one: int, present: int) -> None:
+    """Refuse a disk without room for a checkpoint of `one` bytes; warn if the later ones will not fit.
+
+    Args:
+        one: bytes of one checkpoint.
+        present: number of checkpoints on the disk.
+
+    Raises:
+        CheckpointError: not even the next checkpoint fits.
+    """
+    folder = Path(checkpointing.checkpoint_dir).absolute()
+    free = free_bytes(folder)
+    sizes = f"a checkpoint takes about {readable_bytes(one)}, {readable_bytes(free)} are free"
+    if free < one:
+        raise CheckpointError(
+            f"no space for a checkpoint in {folder}: {sizes}. Free some, choose another "
+            "checkpointing.checkpoint_dir, or set checkpointing.save_optimizer=false (a third of the size, but a "
+            "resumed run starts the optimizer again)."
+        )
+    to_come = checkpoints_at_once(checkpointing) - present
+    if free < to_come * one:
+        logger.warning(
+            "Space in %s may run out: %s, and up to %d more are kept at a time (checkpointing.keep_top_k).",
+            *(folder, sizes, to_come),
+        )
+
+
+def checkpoints_at_once(checkpointing: CheckpointingConfig) -> int:
+    """Return the checkpoints on the disk while one is written: the best ones, the newest, and the one being written."""
+    return 2 if checkpointing.keep_top_k is None else checkpointing.keep_top_k + 2

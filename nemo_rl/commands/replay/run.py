@@ -18,13 +18,14 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from nemo_rl.algorithms.recipe import Recipe
 from nemo_rl.algorithms.rollout.batches import mark_stale
-from nemo_rl.algorithms.rollout.start import RolloutRecipe, layout_of
 from nemo_rl.algorithms.runtime.device_sharing import share_memory
 from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.algorithms.runtime.step_record import code, environment, samples_in_short, stage_tensors
 from nemo_rl.algorithms.setup.preflight import check_added_models
-from nemo_rl.algorithms.setup.roles import place_models, reserve, start_models, start_role
+from nemo_rl.algorithms.setup.roles import RankStarter, place_models, reserve, start_models
+from nemo_rl.algorithms.start import layout_of
 from nemo_rl.commands.replay.findings import Compared, Comparison, Difference
 from nemo_rl.commands.replay.records import RecordedStep, Step
 from nemo_rl.config import GRPOMasterConfig, busy_engines, load_config, public_values
@@ -146,7 +147,7 @@ def _details(result: Comparison) -> Iterator[str]:
 
 
 def repeat(
-    config: GRPOMasterConfig, recipe: RolloutRecipe, recorded: RecordedStep, checkpoint: Path | None, of_modules: bool
+    config: GRPOMasterConfig, recipe: Recipe, recorded: RecordedStep, checkpoint: Path | None, of_modules: bool
 ) -> Step:
     """Repeat a step.
 
@@ -184,22 +185,22 @@ def repeat(
 
 
 def _start_models(
-    config: GRPOMasterConfig, recipe: RolloutRecipe, checkpoint: Path | None, resources: ExitStack
+    config: GRPOMasterConfig, recipe: Recipe, checkpoint: Path | None, resources: ExitStack
 ) -> Mapping[str, Policy]:
-    """Start Ray and the ranks of all models, as `rollout.start` does, without engines and environments."""
+    """Start Ray and the ranks of all models, as `algorithms.start` does, without engines and environments."""
     check_added_models(config, recipe.roles)
     init_ray(optimizations=config.cluster.optimizations)
     places = place_models(config.model_cluster, recipe.roles)
-    reserve([places[name] for name in recipe.roles], config, recipe.roles, resources)
+    reserve([places[name] for name in recipe.roles], config.checkpointing, recipe.roles, resources)
     busy, seed = busy_engines(config.algorithm.overlap, config.cluster, config.policy), config.algorithm.seed
+    starter = RankStarter(config.cluster, recipe.tokenizer, seed, checkpoint, busy)
     starts: dict[str, Callable[[], Policy]] = {
-        name: partial(start_role, name, role, places[name], config.cluster, recipe.tokenizer, seed, checkpoint, busy)
-        for name, role in recipe.roles.items()
+        name: partial(starter.start, name, role, places[name]) for name, role in recipe.roles.items()
     }
     return start_models(config.model_cluster, recipe.roles, starts, resources)
 
 
-def _batch(config: GRPOMasterConfig, recipe: RolloutRecipe, recorded: RecordedStep, version: int) -> StepBatch:
+def _batch(config: GRPOMasterConfig, recipe: Recipe, recorded: RecordedStep, version: int) -> StepBatch:
     trajectories = recorded.trajectories
     tensors = layout_of(config, recipe)(trajectories)
     return StepBatch(

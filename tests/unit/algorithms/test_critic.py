@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -112,8 +113,8 @@ def test_updates_of_the_critic_have_whole_samples() -> None:
 
 
 def test_the_policy_makes_all_epochs_in_one_call() -> None:
-    policy, step = Model(), 1
-    trainer = PolicyEpochs(policy, epochs=2, samples_per_update=2, critic_only_steps=0, step=lambda: step)
+    policy = Model()
+    trainer = PolicyEpochs(policy, epochs=2, samples_per_update=2, critic_only_steps=0, session=SimpleNamespace(step=1))
     data = batch_of(0, 0, 0, 0).tensors
     result = trainer.train(data, None)  # type: ignore[arg-type]
     ((rows, gbs),) = policy.calls
@@ -128,7 +129,9 @@ def test_the_policy_makes_all_epochs_in_one_call() -> None:
 
 def test_an_update_has_rows_of_one_pass() -> None:
     """6 rows twice divide into updates of 4 rows, but the second update would have rows of both passes."""
-    trainer = PolicyEpochs(Model(), epochs=2, samples_per_update=4, critic_only_steps=0, step=lambda: 1)
+    trainer = PolicyEpochs(
+        Model(), epochs=2, samples_per_update=4, critic_only_steps=0, session=SimpleNamespace(step=1)
+    )
     with pytest.raises(DataError, match="6 rows of a step do not divide into optimizer updates of 4 rows"):
         trainer.train(batch_of(*[0] * 6).tensors, None)  # type: ignore[arg-type]
 
@@ -137,23 +140,23 @@ def test_an_update_has_rows_of_one_pass() -> None:
 def test_the_policy_does_not_receive_the_columns_of_the_critic(epochs: int) -> None:
     policy, data = Model(), batch_of(0, 0).tensors
     data["values_after"], of_critic = torch.zeros(2), {"values", "values_after", "returns"}
-    PolicyEpochs(policy, epochs, 2, 0, lambda: 1).train(data, None)  # type: ignore[arg-type]
+    PolicyEpochs(policy, epochs, 2, 0, SimpleNamespace(step=1)).train(data, None)  # type: ignore[arg-type]
     ((rows, _),) = policy.calls
     assert of_critic < set(data), "the batch keeps them for the log of the samples"
     assert set(rows) == set(data) - of_critic and rows.size == 2 * epochs
 
 
 def test_the_policy_stays_as_it_is_in_the_first_steps() -> None:
-    policy, running = Model(), [0]
-    trainer = PolicyEpochs(policy, epochs=2, samples_per_update=2, critic_only_steps=2, step=lambda: running[0])
+    policy, running = Model(), SimpleNamespace(step=0)
+    trainer = PolicyEpochs(policy, epochs=2, samples_per_update=2, critic_only_steps=2, session=running)
     data = batch_of(0, 0).tensors
     for step, calls in ((1, 0), (2, 0), (3, 1)):
-        running[0] = step
+        running.step = step
         result = trainer.train(data, None)  # type: ignore[arg-type]
         assert len(policy.calls) == calls
         assert made_update(result["metrics"])
     data["sample_mask"].zero_()
-    running[0] = 1
+    running.step = 1
     assert not made_update(trainer.train(data, None)["metrics"])  # type: ignore[arg-type]
 
 
@@ -173,7 +176,7 @@ def test_the_parts_of_a_run_are_in_order() -> None:
     update: Any = stages[-1]
     assert (update.critic, update.epochs, update.samples_per_update) == (roles["value"], 3, 16)
     assert made.trainer is not None
-    trainer: Any = made.trainer(roles, lambda: 1)
+    trainer: Any = made.trainer(roles, SimpleNamespace(step=1))
     assert (trainer.policy, trainer.epochs, trainer.critic_only_steps) == (roles["policy"], 3, 5)
     assert {name: (role.trains, role.keeps_reference) for name, role in made.roles.items()} == {
         "policy": (True, False),

@@ -64,6 +64,7 @@ class Rows:
     """Rows 1, 2, 3 ...; the number of rows that were acknowledged is the position."""
 
     epoch = 0
+    was_changed = False
 
     def __init__(self) -> None:
         self.done = self.drawn = 0
@@ -98,38 +99,10 @@ class Parts:
             checkpoint_dir=str(self.folder / "checkpoints"), save_period=self.save_period
         )
         self.checkpoints = CheckpointManager(config)
-        logger = Logger(LoggerConfig.build(log_dir=str(self.folder)), self.folder / "exp")
-
-        def validate(step: int) -> dict[str, float]:
-            self.validated.append(step)
-            return {"accuracy": self.model.weight}
-
-        def connect(resume_path: Path | None) -> Connection:
-            rows = Rows()
-            parts = SessionParts(
-                cadence=Cadence(8, val_period=2, save_period=self.save_period),
-                logger=logger,
-                checkpointing=config,
-                checkpoints=self.checkpoints,
-                models={"policy": self.model},
-                source=rows,
-                validation=InTurn(validate),
-                run_config=config,
-                throughput=SimpleNamespace(begin_step=list, of_step=lambda metrics, timings: {}),  # type: ignore[arg-type]
-            )
-            return Connection(Session(parts, resume_path, 0.0), rows, [], MemorySharing())
-
-        def replace_ranks(lost: Collection[str], resume_path: Path | None) -> None:
-            self.events.append(f"{sorted(lost)} from {resume_path.name if resume_path else 'the start'}")
-            self.model.load(resume_path)
-
-        first = connect(None)
-        threads = ExitStack()
-        threads.callback(self.events.append, "threads end")
-        self.recovery = Recovery(
-            self.max_restarts, {"policy": self.model}, self.checkpoints.find_resumable, replace_ranks, connect, logger,
-            first, threads,
-        )  # fmt: skip
+        self.config = config
+        self.logger = Logger(LoggerConfig.build(log_dir=str(self.folder)), self.folder / "exp")
+        first = self.rebuild(None)
+        self.recovery = Recovery(self.max_restarts, self, self.logger, first)
         self.run = Run(
             session=first.session,
             source=first.source,
@@ -140,6 +113,36 @@ class Parts:
             resources=ExitStack(),
             recover=self.recovery,
         )
+
+    @property
+    def models(self) -> dict[str, Model]:
+        return {"policy": self.model}
+
+    def newest_checkpoint(self) -> Path | None:
+        return self.checkpoints.find_resumable()
+
+    def replace_ranks(self, lost: Collection[str], resume_path: Path | None) -> None:
+        self.events.append(f"{sorted(lost)} from {resume_path.name if resume_path else 'the start'}")
+        self.model.load(resume_path)
+
+    def rebuild(self, resume_path: Path | None) -> Connection:
+        rows = Rows()
+        parts = SessionParts(
+            cadence=Cadence(8, val_period=2, save_period=self.save_period),
+            logger=self.logger,
+            checkpointing=self.config,
+            checkpoints=self.checkpoints,
+            models={"policy": self.model},
+            source=rows,
+            validation=InTurn(self.validate),
+            run_config=self.config,
+            throughput=SimpleNamespace(begin_step=list, of_step=lambda metrics, timings: {}),  # type: ignore[arg-type]
+        )
+        return Connection(Session(parts, resume_path, 0.0), rows, [], MemorySharing())
+
+    def validate(self, step: int) -> dict[str, float]:
+        self.validated.append(step)
+        return {"accuracy": self.model.weight}
 
     def rows_logged(self, *prefixes: str) -> list[tuple[str, int, dict[str, float]]]:
         """The lines of the metrics file with one of the prefixes, in its order."""
@@ -169,7 +172,7 @@ def test_a_run_whose_rank_died_logs_the_metrics_of_an_undisturbed_run(
     parts = Parts(tmp_path / "faulted")
     parts.model.failures = {row: [died()]}
     train_with_restarts(parts.run)
-    assert parts.events == ["threads end", f"['policy'] from {place}"]
+    assert parts.events == [f"['policy'] from {place}"]
     assert sorted(parts.rows_logged("train", "validation"), key=str) == sorted(undisturbed, key=str)
     counted = {step for _, step, metrics in parts.rows_logged("performance") if metrics.get("num_run_restarts") == 1.0}
     assert counted == set(range(row, 9))

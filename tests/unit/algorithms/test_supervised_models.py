@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.algorithms import dpo, sft
+from nemo_rl.algorithms import dpo, sft, start
 from nemo_rl.algorithms.runtime.device_sharing import MemorySharing
-from nemo_rl.algorithms.supervised import start
-from nemo_rl.algorithms.supervised.start import LossValidator
+from nemo_rl.algorithms.setup.roles import RankStarter
+from nemo_rl.algorithms.supervised import LossValidator
 from nemo_rl.config import REPOSITORY_ROOT, DPOMasterConfig, Role, SecondModelConfig, SFTMasterConfig, load_config
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.utils.errors import ConfigError
@@ -40,7 +40,7 @@ def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "reserve", lambda *_: None)
     parts = {"layout": SimpleNamespace(num_ranks=1), "worker_group": SimpleNamespace(start_phases=[])}
     monkeypatch.setattr(
-        start, "start_role", lambda name, *_: SimpleNamespace(name=name, shutdown=lambda: None, **parts)
+        RankStarter, "start", lambda starter, name, *_: SimpleNamespace(name=name, shutdown=lambda: None, **parts)
     )
 
 
@@ -102,6 +102,6 @@ def test_a_validation_gives_each_stage_its_devices_and_then_the_policy() -> None
     loss_fn: Any = SimpleNamespace()
     batch: BatchedDataDict[Any] = BatchedDataDict(rows=[1])
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("nemo_rl.algorithms.supervised.start.join_updates", lambda *_: {"loss": 1.0})
+        patched.setattr("nemo_rl.algorithms.supervised.join_updates", lambda *_: {"loss": 1.0})
         assert LossValidator([batch], [stage], policy, memory, loss_fn)(1) == {"loss": 1.0}
     assert events == ["policy rests", "critic wakes", "stage", "critic rests", "policy wakes", "loss"]

@@ -6,10 +6,9 @@ import pytest
 import torch
 from tiny_models import TinyShape, make_char_tokenizer, make_tiny_model, save_tiny_checkpoint
 
-from nemo_rl.algorithms import distillation
+from nemo_rl.algorithms import distillation, start
 from nemo_rl.algorithms.distillation import TeacherScores, check_teacher_fits, check_vocab_equality
-from nemo_rl.algorithms.rollout import start as rollout_start
-from nemo_rl.algorithms.rollout.start import shared_engines
+from nemo_rl.algorithms.rollout.refit import shared_engines
 from nemo_rl.algorithms.runtime.device_sharing import share_memory
 from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.config import DistillationMasterConfig, Role, load_config
@@ -37,7 +36,7 @@ def other_words(tmp_path: Path) -> str:
 def test_another_vocabulary_is_refused_before_ray_starts(other_words, tmp_path, monkeypatch) -> None:
     config = config_with(f"teacher.model_name={other_words}", f"logger.log_dir={tmp_path}/logs")
     words = r"another vocabulary.*1 of 265 tokens differ, e\.g\. 'carry' is id 264 for the teacher and unknown for the"
-    monkeypatch.setattr(rollout_start, "init_ray", lambda *_: pytest.fail("Ray was started"))
+    monkeypatch.setattr(start, "init_ray", lambda *_: pytest.fail("Ray was started"))
     with pytest.raises(ConfigError, match=words):
         distillation.setup(config)
     assert not (tmp_path / "logs").exists()
@@ -65,7 +64,7 @@ def test_those_who_share_gpus_with_the_policy_take_turns(keys, users) -> None:
     config = config_with(*gpus, *keys, *(key for key in apart if "colocated" in key))
     roles = {"policy": Role(config.policy), "teacher": Role(config.teacher, trains=False)}
     models: dict = dict.fromkeys(roles)
-    engines = shared_engines(config, engines=None)  # type: ignore[arg-type]
+    engines = shared_engines(config.policy, config.cluster, engines=object())  # type: ignore[arg-type]
     groups = share_memory(config.cluster, roles, models, engines)._groups
     found = [{name: type(user).__name__ for name, user in group.items()} for group in groups]
     assert found == [users] * bool(users)

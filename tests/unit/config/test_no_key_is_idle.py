@@ -169,7 +169,7 @@ PLANTED = {
     "dynamic_batching.enabled, a name that many sections have": (
         ("models/policy/batching.py", "config.dynamic_batching.enabled", "False"),
         ("models/policy/workers/rank.py", "config.dynamic_batching.enabled", "False"),
-        ("algorithms/supervised/start.py", "policy.dynamic_batching.enabled", "False"),
+        ("algorithms/supervised.py", "policy.dynamic_batching.enabled", "False"),
         ("models/capacity/memory.py", "if way.enabled", "if True"),
         ("commands/size/search.py", "section.dynamic_batching.enabled", "False"),
         {"DynamicBatchingConfig.enabled", "PairDynamicBatchingConfig.enabled"},
@@ -187,7 +187,7 @@ PLANTED = {
         {"DatasetConfig.processor", "DatasetDefaults.processor", "SupervisedDatasetDefaults.processor"},
     ),
     "val_micro_batch_size": (
-        ("algorithms/supervised/start.py", "config.algorithm.val_micro_batch_size", "1"),
+        ("algorithms/supervised.py", "algorithm.val_micro_batch_size", "1"),
         {f"{section}.val_micro_batch_size" for section in ("SFTConfig", "DPOConfig", "RMConfig")},
     ),
     "a key that a rule reads, and nothing else": (

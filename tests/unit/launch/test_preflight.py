@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from nemo_rl.algorithms import grpo, sft
-from nemo_rl.algorithms.rollout import start as rollout_start
-from nemo_rl.algorithms.supervised import start as supervised_start
+from nemo_rl.algorithms import grpo, sft, start
 from nemo_rl.config import REPOSITORY_ROOT, GRPOMasterConfig, SFTMasterConfig, load_config
 from nemo_rl.environments.workers.loading import load_env_class
 from nemo_rl.launch.checks import Moment, make_checks
@@ -141,14 +139,11 @@ def test_models_in_the_cache_of_the_hub_need_no_network(tmp_path, monkeypatch):
     ],
 )
 @pytest.mark.parametrize(
-    ("module", "setup", "path", "schema"),
-    [
-        (rollout_start, grpo.setup, GRPO, GRPOMasterConfig),
-        (supervised_start, sft.setup, SFT, SFTMasterConfig),
-    ],
+    ("setup", "path", "schema"),
+    [(grpo.setup, GRPO, GRPOMasterConfig), (sft.setup, SFT, SFTMasterConfig)],
 )
-def test_what_can_be_refused_is_refused_before_ray(monkeypatch, module, setup, path, schema, override, message):
-    monkeypatch.setattr(module, "init_ray", lambda *_: pytest.fail("Ray was started"))
+def test_what_can_be_refused_is_refused_before_ray(monkeypatch, setup, path, schema, override, message):
+    monkeypatch.setattr(start, "init_ray", lambda *_: pytest.fail("Ray was started"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("NETRC", "absent")

@@ -78,7 +78,16 @@ def batches(source: Any, stream: Any, folder: Path, version: int = 5, samples_pe
     probe: Any = SimpleNamespace(check=lambda batch, stale_BT: None)
     refitter: Any = nothing
     log, idle = TrajectoryLog(folder, enabled=True), IdleShares(lambda: BusySeconds([], 0.0))
-    return RolloutBatches(source, stream, refitter, probe, log, LAYOUT, idle, samples_per_update=samples_per_update)
+    return RolloutBatches(
+        rollouts=source,
+        prompts=stream,
+        refitter=refitter,
+        probe=probe,
+        layout=LAYOUT,
+        trajectory_log=log,
+        idle=idle,
+        samples_per_update=samples_per_update,
+    )
 
 
 def test_a_step_counts_samples_and_trains_rows(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.algorithms.rollout import start
+from nemo_rl.algorithms import start
+from nemo_rl.algorithms.recipe import Recipe
 from nemo_rl.algorithms.setup import roles
 from nemo_rl.algorithms.setup.start_budget import StartBudget
 from nemo_rl.config import REPOSITORY_ROOT, GRPOMasterConfig, Role, load_config
@@ -36,7 +37,7 @@ class Parts:
     def make_engines(self, settings: EngineSettings, where: Any, *_: Any, **options: Any) -> Any:
         return self._started("engines")
 
-    def start_role(self, name: str, *_: Any) -> Any:
+    def start_ranks(self, name: str) -> Any:
         return self._started(name)
 
     def _started(self, name: str) -> Any:
@@ -60,23 +61,21 @@ class Parts:
 def start_workers(monkeypatch: pytest.MonkeyPatch, parts: Parts, overrides: list[str]) -> list[str]:
     """What happens while the workers start."""
     config = load_config(CONFIG, overrides, schema=GRPOMasterConfig)
-    for name in ("make_engines", "start_role"):
-        monkeypatch.setattr(start, name, getattr(parts, name))
+    monkeypatch.setattr(start, "make_engines", parts.make_engines)
+    monkeypatch.setattr(roles.RankStarter, "start", lambda starter, name, *_: parts.start_ranks(name))
     monkeypatch.setattr(start, "init_ray", lambda _, **options: None)
     monkeypatch.setattr(start, "reserve", lambda *_: None)
-    recipe: Any = SimpleNamespace(
-        data=SimpleNamespace(task_env={}, train=SimpleNamespace(parts=[])),
-        tokenizer=None,
-        environments={},
-        roles={
-            "policy": Role(config.policy),
-            "critic": Role(config.policy),
-            "teacher": Role(config.policy, trains=False),
-        },
-    )
+    data: Any = SimpleNamespace(task_env={}, train=SimpleNamespace(parts=[]))
+    models = {
+        "policy": Role(config.policy),
+        "critic": Role(config.policy),
+        "teacher": Role(config.policy, trains=False),
+    }
+    recipe = Recipe(tokenizer=None, data=data, loss_fn=None, roles=models)  # type: ignore[arg-type]
     folders: Any = SimpleNamespace(log_dir=Path("logs"), resume_path=None)
     with ExitStack() as resources:
-        workers = start._start_workers(config, recipe, folders, resources, StartBudget(0.0))
+        plan, budget = start.RunPlan(config, recipe, folders, metrics=None, num_steps=1), StartBudget(0.0)  # type: ignore[arg-type]
+        workers = start.start_workers(plan, start.start_machines(plan, resources, budget), resources, budget)
         assert list(workers.models) == ["policy", "critic", "teacher"]
         happened = list(parts.events)
     ends = parts.events[len(happened) :]
@@ -147,6 +146,30 @@ def test_other_machines_are_asked_for_absolute_folders(monkeypatch, tmp_path):
     saving = ["checkpointing.enabled=true", "checkpointing.checkpoint_dir=results/mine"]
     with ExitStack() as resources:
         config = load_config(CONFIG, saving, schema=GRPOMasterConfig)
-        roles.reserve([], config, config.models, resources)
+        roles.reserve([], config.checkpointing, config.models, resources)
     assert [shared.written for shared in asked] == [("checkpointing.checkpoint_dir", str(tmp_path / "results/mine"))]
     assert asked[0].folders["policy.model_name"] == str(REPOSITORY_ROOT / "examples/assets/tiny-chat")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "of_engines"), [(SHARED_GPUS, ["engines reopen", "engines sleep"]), ([], ["engines reopen"])]
+)
+def test_ranks_are_replaced_without_threads_and_with_working_engines(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, overrides: list[str], of_engines: list[str]
+) -> None:
+    events: list[str] = []
+    config = load_config(CONFIG, overrides, schema=GRPOMasterConfig)
+    recipe = Recipe(tokenizer=None, data=None, loss_fn=None, roles=config.models)  # type: ignore[arg-type]
+    plan = start.RunPlan(config, recipe, folders=None, metrics=None, num_steps=1)  # type: ignore[arg-type]
+    engines: Any = SimpleNamespace(
+        reopen=lambda: events.append("engines reopen"),
+        with_replacements=lambda work: work(),
+        workers=SimpleNamespace(get_all_worker_results=lambda *_: []),
+        call_all=lambda method: events.append(f"engines {method}"),
+    )
+    monkeypatch.setattr(start, "replace_ranks", lambda *given: events.append(f"replace {given[-2:]}"))
+    threads = ExitStack()
+    threads.callback(events.append, "threads end")
+    parts = start.RunParts(plan, start.RunWorkers({}, engines, {}), threads)
+    parts.replace_ranks(["policy"], tmp_path)
+    assert events == ["threads end", *of_engines, f"replace {(['policy'], tmp_path)}"]

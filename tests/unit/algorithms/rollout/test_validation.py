@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.algorithms.rollout.start import RolloutRecipe, validation_of
+from nemo_rl.algorithms.rollout.validation import make_validation
 from nemo_rl.config import load_config
 from nemo_rl.data.datasets.setup import setup_response_data
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.experience.trajectory import Outcome, Rollouts, Trajectory
+from nemo_rl.models.generation.factory import sampling_params
 
 pytestmark = pytest.mark.fast
 
@@ -38,9 +39,9 @@ def validated(runner: Runner, *overrides: str) -> dict[str, float]:
     config = load_config(CONFIG, overrides)
     tokenizer = get_tokenizer(config.policy.tokenizer)
     data = setup_response_data(tokenizer, config.data, list(config.env))
-    recipe = RolloutRecipe(tokenizer, data, loss_fn=None, roles={}, stages=lambda roles: [])  # type: ignore[arg-type]
-    quiet = SimpleNamespace(ensure_fresh=lambda: None, write_validation=lambda step, trajectories: None)
-    validation = validation_of(config, recipe, runner, quiet, quiet)  # type: ignore[arg-type]
+    sampling = sampling_params(config.policy, tokenizer.eos_token_id, validation=True)
+    quiet = SimpleNamespace(ensure_fresh=lambda: None, write=lambda step, trajectories: None)
+    validation = make_validation(data, config.algorithm, sampling, runner, quiet, quiet)  # type: ignore[arg-type]
     assert validation is not None
     validation.start(1)
     result = validation.finished(wait=False)

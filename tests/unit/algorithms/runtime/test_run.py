@@ -124,7 +124,15 @@ def batches_of(
     )
     quiet: Any = SimpleNamespace(check=lambda batch, stale_BT: None, write_training=lambda *_: None)
     idle = IdleShares(lambda: BusySeconds([], 0.0))
-    return RolloutBatches(source, prompts, refitter, quiet, quiet, layout, idle)
+    return RolloutBatches(
+        rollouts=source,
+        prompts=prompts,
+        refitter=refitter,
+        probe=quiet,
+        layout=layout,
+        trajectory_log=quiet,
+        idle=idle,
+    )
 
 
 def make_run(

@@ -10,10 +10,10 @@ from pydantic import Field
 
 from nemo_rl.algorithms.runtime.device_sharing import MemorySharing, SavedOnDevice, groups_of_models, saved_models
 from nemo_rl.algorithms.runtime.resume_check import check_resume
-from nemo_rl.algorithms.setup import checkpoint_size, roles
-from nemo_rl.algorithms.setup.checkpoint_size import check_space, checkpoint_sizes
+from nemo_rl.algorithms.setup import roles, run_folders
 from nemo_rl.algorithms.setup.preflight import check_added_models
 from nemo_rl.algorithms.setup.roles import place_models
+from nemo_rl.algorithms.setup.run_folders import check_space, checkpoint_sizes
 from nemo_rl.commands.dry_run import describe
 from nemo_rl.config import (
     REPOSITORY_ROOT,
@@ -198,7 +198,7 @@ def test_a_disk_without_room_for_all_models_is_refused(monkeypatch: pytest.Monke
     sizes = checkpoint_sizes(config.models, config.checkpointing)
     assert sizes is not None
     checkpoints: Any = SimpleNamespace(expected_bytes=None, steps=list)
-    monkeypatch.setattr(checkpoint_size, "free_bytes", lambda _: sum(sizes.values()) - 1)
+    monkeypatch.setattr(run_folders, "free_bytes", lambda _: sum(sizes.values()) - 1)
     check_space(config.checkpointing, {"policy": config.models["policy"]}, checkpoints, None)
     with pytest.raises(CheckpointError, match="no space for a checkpoint"):
         check_space(config.checkpointing, config.models, checkpoints, None)

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.algorithms import distillation, dpo, grpo, rm, sft
+from nemo_rl.algorithms.rollout.source import DynamicSampling, drawn_prompts
+from nemo_rl.algorithms.start import source_of
 from nemo_rl.config import load_config
 from nemo_rl.config.loading.algorithms import ALGORITHMS
 from nemo_rl.utils.errors import ConfigError
@@ -46,9 +48,12 @@ class Inner:
     metrics: dict[str, float] = {}
 
 
+def config_of(algorithm: str, *overrides: str):
+    return load_config(ROOT / "examples/configs" / FILES[algorithm], overrides, ALGORITHMS[algorithm])
+
+
 def recipe(algorithm: str, *overrides: str):
-    config = load_config(ROOT / "examples/configs" / FILES[algorithm], overrides, ALGORITHMS[algorithm])
-    return MODULES[algorithm].recipe(config)
+    return MODULES[algorithm].recipe(config_of(algorithm, *overrides))
 
 
 @pytest.mark.parametrize(("algorithm", "rows_per_unit"), [("grpo", 1), ("sft", 1), ("dpo", 2), ("rm", 2)])
@@ -58,24 +63,25 @@ def test_a_loss_by_dotted_path_is_what_a_run_trains_on(algorithm, rows_per_unit)
     assert (made.loss_fn.scale, made.loss_fn.rows_per_unit) == (3.0, rows_per_unit)
 
 
-def test_an_estimator_and_a_source_by_dotted_path_are_in_the_recipe():
-    made = recipe(
-        "grpo",
-        f"grpo.adv_estimator.name={HERE}.TopEstimator",
-        "grpo.adv_estimator.kwargs={share: 0.1}",
-        f"grpo.rollout_source.name={HERE}.WrappingSource",
-        "grpo.rollout_source.kwargs={depth: 2}",
-    )
-    source = made.source(Inner())
-    assert (type(source), source.depth, source.max_staleness) == (WrappingSource, 2, 0)
+def test_an_estimator_by_dotted_path_is_in_the_recipe():
+    made = recipe("grpo", f"grpo.adv_estimator.name={HERE}.TopEstimator", "grpo.adv_estimator.kwargs={share: 0.1}")
     assert made.roles["policy"].keeps_reference, "the estimator needs log-probabilities of the reference"
     *_, credit = made.stages({"policy": None})
     assert credit.needs_logprobs
 
 
-def test_a_source_of_ones_own_wraps_dynamic_sampling():
-    overrides = [f"grpo.rollout_source.name={HERE}.WrappingSource", "grpo.use_dynamic_sampling=true"]
-    assert type(recipe("grpo", *overrides).source(Inner()).inner).__name__ == "DynamicSampling"
+@pytest.mark.parametrize(("wraps_dynamic", "inner"), [("false", Inner), ("true", DynamicSampling)])
+def test_a_source_by_dotted_path_wraps_the_configured_one(wraps_dynamic, inner):
+    own = [f"grpo.rollout_source.name={HERE}.WrappingSource", "grpo.rollout_source.kwargs={depth: 2}"]
+    source = source_of(config_of("grpo", *own, f"grpo.use_dynamic_sampling={wraps_dynamic}"), Inner())
+    assert (type(source), source.depth, source.max_staleness) == (WrappingSource, 2, 0)
+    assert type(source.inner) is inner
+
+
+def test_dynamic_sampling_draws_more_prompts():
+    more = ["grpo.num_prompts_per_step=8", "grpo.batch_multiplier=1.5", "policy.train_global_batch_size=8"]
+    for switch, drawn in (("false", 8), ("true", 12)):
+        assert drawn_prompts(config_of("grpo", *more, f"grpo.use_dynamic_sampling={switch}").grpo) == drawn
 
 
 @pytest.mark.parametrize(

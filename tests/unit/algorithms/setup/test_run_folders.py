@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nemo_rl.algorithms.setup import checkpoint_size
+from nemo_rl.algorithms.setup import run_folders
 from nemo_rl.algorithms.setup.run_folders import RunFolders, open_folders
 from nemo_rl.config import SFTMasterConfig, load_config
 from nemo_rl.data.datasets import processed_dataset
@@ -225,10 +225,10 @@ def test_a_disk_without_room_is_refused_and_a_scarce_one_warned_of(tmp_path, mon
     config = config_of(tmp_path)
     one = DTensorTraining().checkpoint_bytes(config.policy, config.checkpointing)
     for free, said in ((one * 5, False), (one * 5 - 1, True)):
-        monkeypatch.setattr(checkpoint_size, "free_bytes", lambda folder, free=free: free)
+        monkeypatch.setattr(run_folders, "free_bytes", lambda folder, free=free: free)
         start(tmp_path)
         assert ("may run out" in caplog.text) is said
-    monkeypatch.setattr(checkpoint_size, "free_bytes", lambda folder: one - 1)
+    monkeypatch.setattr(run_folders, "free_bytes", lambda folder: one - 1)
     with pytest.raises(CheckpointError, match=r"no space for a checkpoint in .*/checkpoints: .* 12\.\d MB are free"):
         start(tmp_path)
 
@@ -237,7 +237,7 @@ def test_the_size_of_a_written_checkpoint_counts_more_than_the_estimate(tmp_path
     path = save(tmp_path, 2)
     size = sum(file.stat().st_size for file in path.rglob("*") if file.name != "manifest.json" and file.is_file())
     assert start(tmp_path).checkpoints.expected_bytes == size
-    monkeypatch.setattr(checkpoint_size, "free_bytes", lambda folder: size - 1)
+    monkeypatch.setattr(run_folders, "free_bytes", lambda folder: size - 1)
     with pytest.raises(CheckpointError, match="no space for a checkpoint"):
         start(tmp_path)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.rm import RMValidator
-from nemo_rl.algorithms.supervised.start import validation_rows
+from nemo_rl.algorithms.supervised import validation_rows
 from nemo_rl.config import RMMasterConfig, load_config
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.losses.preference import CentredMargin, PreferenceLossFn
@@ -26,7 +26,7 @@ class LengthScorer:
 def test_a_pass_has_val_micro_batch_size_pairs() -> None:
     overrides = ["rm.val_micro_batch_size=3", "policy.sequence_packing.enabled=false"]
     config = load_config("examples/configs/rm_cpu.yaml", overrides, RMMasterConfig)
-    rows = validation_rows(config, 2)
+    rows = validation_rows(config.policy, config.rm, 2)
     assert rows == 6
     batch = BatchedDataDict({"input_lengths": torch.tensor([5, 3, 2, 4]), "sample_mask": torch.ones(4)})
     scorer = LengthScorer()

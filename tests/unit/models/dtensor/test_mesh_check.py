@@ -8,7 +8,7 @@ from architectures import _COMMON, SPECIAL
 from policy_helpers import save_tiny_model
 from transformers import AutoConfig, PretrainedConfig
 
-from nemo_rl.algorithms.rollout import start as rollout_start
+from nemo_rl.algorithms import start
 from nemo_rl.algorithms.setup import preflight
 from nemo_rl.algorithms.setup.open_policy import open_policy
 from nemo_rl.config import (
@@ -309,7 +309,7 @@ def test_the_command_refuses_a_bad_mesh_before_ray_starts(
     key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(rollout_start, "init_ray", lambda *_: pytest.fail("Ray was started"))
+    monkeypatch.setattr(start, "init_ray", lambda *_: pytest.fail("Ray was started"))
     overrides = ["cluster.ranks_per_node=8", f"policy.dtensor_cfg.{key}", "policy.max_total_sequence_length=8"]
     overrides += ["policy.generation.max_new_tokens=8", "policy.generation.vllm_cfg.max_model_len=8"]
     ran: list[Any] = []

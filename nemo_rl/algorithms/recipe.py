@@ -1,0 +1,65 @@
+"""The choices of an algorithm that need no worker; `start.start_run` starts a run from them.
+
+Each algorithm has a function `recipe` that makes them from the configuration and from the parts that a program passes.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from nemo_rl.algorithms.runtime.run import Stage, Trainer
+from nemo_rl.algorithms.runtime.session import Session
+from nemo_rl.algorithms.supervised import LossValidator, Validate
+from nemo_rl.config import Role
+from nemo_rl.data.collate_fn import rl_collate_fn
+from nemo_rl.data.datasets.setup import RunData
+from nemo_rl.data.streams.mixed_stream import Collate
+from nemo_rl.experience.penalties import ReviewSettings
+from nemo_rl.losses.loss_function import AnyLossFunction
+
+
+def no_stages(models: Mapping[str, Any]) -> list[Stage]:
+    """Return the stages of an algorithm whose loss needs nothing but the rows."""
+    return []
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The choices of an algorithm that samples."""
+
+    needs_reward: bool = True
+    """Whether samples without a reward are excluded from the loss."""
+    environments: Mapping[str, Any] = field(default_factory=dict)
+    """User-supplied environments by task name, used instead of those in `env`; see `rollout.environments`."""
+    review: ReviewSettings = field(default_factory=ReviewSettings)
+    """Notes on finished samples."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The choices of an algorithm; complete before anything starts."""
+
+    tokenizer: PreTrainedTokenizerBase
+    """Tokenizer of all models and of the data."""
+    data: RunData
+    """Prompts, or rows to train on."""
+    loss_fn: AnyLossFunction
+    """Loss that the policy is trained on."""
+    roles: Mapping[str, Role]
+    """Models by name; "policy" is trained on `loss_fn` and sampled from."""
+    stages: Callable[[Mapping[str, Any]], list[Stage]] = no_stages
+    """Builds the stages of a step from the started models, or from objects that score as they do."""
+    trainer: Callable[[Mapping[str, Any], Session], Trainer] | None = None
+    """Builds what makes the updates, from the started models and the session; None: the policy does."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """Has no effect on a run with written rows; the fields below have none on a run that samples."""
+    collate: Collate = rl_collate_fn
+    """Joins data into a batch."""
+    rows_per_sample: int = 1
+    """Rows of a batch that one sample takes; 2 for pairs."""
+    validator: Callable[[LossValidator], Validate] | None = None
+    """Replaces the validation that reports the loss."""
+    validated_names: tuple[tuple[str, str], ...] | None = None
+    """Metrics of the loss that a validation reports, see `LossValidator.names`."""
