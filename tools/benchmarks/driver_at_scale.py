@@ -38,7 +38,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nemo_rl.algorithms.credit.advantages import make_advantage_estimator
 from nemo_rl.algorithms.grpo import CreditAssignment
-from nemo_rl.algorithms.rollout.batches import age_metrics, build_training_batch, num_counted_samples
+from nemo_rl.algorithms.rollout.batches import age_metrics, build_training_batch
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig
 from nemo_rl.data.interfaces import Message
 from nemo_rl.data.packing import FixedSize
@@ -57,6 +57,7 @@ from nemo_rl.models.generation.interfaces import (
     SamplingParams,
     VersionSpan,
 )
+from nemo_rl.models.policy.batch_rows import BatchRows
 from nemo_rl.models.policy.batching import count_valid, global_batches, shard_batch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -230,7 +231,7 @@ def take_step(collect: Callable[[], Rollouts], pad_token_id: int) -> dict[str, f
 def assign_credit(batch: BatchedDataDict[Any], trajectories: Sequence[Trajectory]) -> None:
     """Write what GRPO adds to a batch before the update."""
     grpo, loss = GRPOConfig.build(), ClippedPGLossConfig.build()
-    batch["num_counted_samples"] = torch.full_like(batch["sample_mask"], float(num_counted_samples(batch)))
+    batch["num_counted_samples"] = torch.full_like(batch["sample_mask"], float(BatchRows.of(batch).counted().sum()))
     CreditAssignment(make_advantage_estimator(grpo, loss), grpo).assign(batch, trajectories)
 
 

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from nemo_rl.algorithms.rollout.batches import mark_stale
+from nemo_rl.algorithms.rollout.batches import num_stale_tokens
 from nemo_rl.algorithms.rollout.start import RolloutRecipe, layout_of
 from nemo_rl.algorithms.runtime.device_sharing import share_memory
 from nemo_rl.algorithms.runtime.run import StepBatch
@@ -206,7 +206,7 @@ def _batch(config: GRPOMasterConfig, recipe: RolloutRecipe, recorded: RecordedSt
         tensors,
         trajectories,
         rows_per_update=rows_per_update(trajectories, config.policy.train_global_batch_size or len(trajectories)),
-        stale_BT=mark_stale(tensors, trajectories, version, mixes_weights=config.policy.mixes_weights),
+        num_stale_B=num_stale_tokens(trajectories, version, mixes_weights=config.policy.mixes_weights),
     )
 
 

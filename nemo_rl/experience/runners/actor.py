@@ -21,7 +21,6 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.config import ClusterConfig, TimeoutsConfig
 from nemo_rl.data.messages.content import TextRules
-from nemo_rl.data.stored_rows import PackedRows
 from nemo_rl.distributed.tensor_transport import pack_tensors
 from nemo_rl.distributed.workers.process import ProcessIdentity, this_process
 from nemo_rl.environments.user_environments import environment_of, start_environment
@@ -33,6 +32,7 @@ from nemo_rl.experience.runners.groups import FinishedGroups, GroupTask, OpenGro
 from nemo_rl.experience.trajectory import Rollouts
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult
+from nemo_rl.models.policy.batch_rows import PackedRows
 from nemo_rl.utils.errors import DeadlineExceededError, WorkerDiedError
 
 _NO_LIMIT = 2**31
