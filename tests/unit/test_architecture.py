@@ -256,9 +256,10 @@ MODEL_ARROWS: dict[str, set[str]] = {
         *("accepted_rows", "attention", "capacity", "draft", "expert_routing", "huggingface"),
         *("training", "training.backends"),
     },
-    "policy.interfaces": set(),
-    "policy.workers": {"huggingface", "training"},
-    "policy": {"policy.interfaces", "policy.workers", "training", "training.backends"},
+    "policy.batch_rows": set(),
+    "policy.interfaces": {"policy.batch_rows"},
+    "policy.workers": {"huggingface", "policy.batch_rows", "training"},
+    "policy": {"policy.batch_rows", "policy.interfaces", "policy.workers", "training", "training.backends"},
     "generation": {
         *("accepted_rows", "attention", "capacity", "draft", "draft.shape", "huggingface"),
         *("quantization", "training"),

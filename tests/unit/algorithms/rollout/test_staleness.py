@@ -55,6 +55,7 @@ def test_tokens_are_stale_from_the_span_of_an_older_version_to_the_next_span() -
     stale_BT = stale([sampled((2, 3), (4, 4), (6, 5)), sampled((2, 5), (6, 5))], 5)
     assert stale_BT.int().tolist() == [[0, 0, 1, 1, 1, 1, 0, 0], [0] * 8]
     assert num_stale_tokens([sampled((2, 5), (6, 5)), sampled()], 5) is None
+    assert stale([sampled((2, 5), (6, 4))], 5).int().tolist() == [[0, 0, 1, 1, 1, 1, 1, 1]], "up to the last stale one"
 
 
 def test_tokens_drawn_with_keys_and_values_of_older_weights_are_stale() -> None:
