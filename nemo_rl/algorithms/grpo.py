@@ -46,7 +46,7 @@ from nemo_rl.experience.trajectory import Trajectory, is_right
 from nemo_rl.losses.loss_function import LossFunction
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
 from nemo_rl.losses.reductions import masked_mean
-from nemo_rl.models.policy.batch_rows import BatchRows
+from nemo_rl.models.batch_rows import BatchRows
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.seed import set_seed
 

@@ -14,7 +14,7 @@ from nemo_rl.config import PolicyGradientMasterConfig
 from nemo_rl.losses.divergence import MISMATCH_METRICS
 from nemo_rl.losses.loss_function import LossFunction
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
-from nemo_rl.models.policy.batch_rows import BatchRows
+from nemo_rl.models.batch_rows import BatchRows
 from nemo_rl.models.policy.interfaces import ScoringModel
 
 logger = logging.getLogger(__name__)

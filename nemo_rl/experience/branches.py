@@ -13,8 +13,8 @@ from torch import Tensor
 
 from nemo_rl.data.common_prefixes import Path
 from nemo_rl.data.interfaces import Message
+from nemo_rl.models.batch_rows import PackedRows
 from nemo_rl.models.generation.interfaces import VersionSpan
-from nemo_rl.models.policy.batch_rows import PackedRows
 
 if TYPE_CHECKING:
     from ray import ObjectRef

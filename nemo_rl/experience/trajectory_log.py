@@ -17,7 +17,7 @@ from nemo_rl.experience.rows import rows_of
 from nemo_rl.experience.runners.stored import messages_of
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.files.writing import OptionalOutput, write_atomically
-from nemo_rl.models.policy.batch_rows import BatchRows
+from nemo_rl.models.batch_rows import BatchRows
 
 _DECIMALS = 6
 _ROWS_AT_ONCE = 256

@@ -240,6 +240,7 @@ def test_imports_inside_a_package_run_one_way(package):
 MODEL_ARROWS: dict[str, set[str]] = {
     "accepted_rows": set(),
     "attention": set(),
+    "batch_rows": set(),
     "expert_routing": set(),
     "huggingface": set(),
     "draft.shape": set(),
@@ -256,10 +257,9 @@ MODEL_ARROWS: dict[str, set[str]] = {
         *("accepted_rows", "attention", "capacity", "draft", "expert_routing", "huggingface"),
         *("training", "training.backends"),
     },
-    "policy.batch_rows": set(),
-    "policy.interfaces": {"policy.batch_rows"},
-    "policy.workers": {"huggingface", "policy.batch_rows", "training"},
-    "policy": {"policy.batch_rows", "policy.interfaces", "policy.workers", "training", "training.backends"},
+    "policy.interfaces": {"batch_rows"},
+    "policy.workers": {"batch_rows", "huggingface", "training"},
+    "policy": {"batch_rows", "policy.interfaces", "policy.workers", "training", "training.backends"},
     "generation": {
         *("accepted_rows", "attention", "capacity", "draft", "draft.shape", "huggingface"),
         *("quantization", "training"),

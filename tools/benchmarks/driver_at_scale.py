@@ -49,6 +49,7 @@ from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.metrics import rollout_metrics
 from nemo_rl.experience.rollouts import RolloutKey, RolloutLimits, RolloutRunner
 from nemo_rl.experience.trajectory import Rollouts, Trajectory
+from nemo_rl.models.batch_rows import BatchRows
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.interfaces import (
     Collected,
@@ -57,7 +58,6 @@ from nemo_rl.models.generation.interfaces import (
     SamplingParams,
     VersionSpan,
 )
-from nemo_rl.models.policy.batch_rows import BatchRows
 from nemo_rl.models.policy.batching import count_valid, global_batches, shard_batch
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -39,9 +39,9 @@ from nemo_rl.experience.rollouts import RolloutKey, RolloutLimits
 from nemo_rl.experience.runners.actor import RunnerSettings
 from nemo_rl.experience.runners.client import RemoteRunner
 from nemo_rl.experience.trajectory import Rollouts
+from nemo_rl.models.batch_rows import BatchRows
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.interfaces import Collected, GenerationRequest, SamplingParams
-from nemo_rl.models.policy.batch_rows import BatchRows
 from nemo_rl.models.policy.batching import count_valid, global_batches, shard_batch
 
 _MIB = 1024

@@ -34,7 +34,7 @@ from nemo_rl.experience.runners.stored import stored_columns, whole
 from nemo_rl.experience.trajectory import Outcome, Trajectory, is_right
 from nemo_rl.experience.trajectory_log import TrajectoryLog
 from nemo_rl.losses.divergence import after_mask, sequence_error_metrics
-from nemo_rl.models.policy.batch_rows import BatchRows
+from nemo_rl.models.batch_rows import BatchRows
 
 
 class Versioned(Protocol):
@@ -262,7 +262,7 @@ def build_training_batch(
 
     Args:
         trajectories: rollouts with B conversations. If the tokens of all are stored elsewhere, so are those of the
-            batch (`models.policy.batch_rows`).
+            batch (`models.batch_rows`).
         pad_token_id: id written after the end of a sample.
         mask_truncated: exclude samples that hit a length limit from the loss (overlong filtering).
         needs_reward: exclude samples without a reward from the loss.

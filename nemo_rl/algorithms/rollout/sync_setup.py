@@ -17,10 +17,10 @@ from nemo_rl.algorithms.runtime.device_sharing import MemorySharing
 from nemo_rl.config import ClusterConfig, PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.losses.objectives import bounded_exp
+from nemo_rl.models.batch_rows import BatchRows, stale_tokens
 from nemo_rl.models.generation.batches import VllmGeneration, cluster_config
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.factory import engine_precision
-from nemo_rl.models.policy.batch_rows import BatchRows, stale_tokens
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.weight_stream import PolicyWeightStream
 from nemo_rl.models.quantization import FP8, SIMULATED, weight_quantization

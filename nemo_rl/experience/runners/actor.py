@@ -30,9 +30,9 @@ from nemo_rl.experience.penalties import ReviewSettings
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutRunner
 from nemo_rl.experience.runners.groups import FinishedGroups, GroupTask, OpenGroups, for_driver
 from nemo_rl.experience.trajectory import Rollouts
+from nemo_rl.models.batch_rows import PackedRows
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult
-from nemo_rl.models.policy.batch_rows import PackedRows
 from nemo_rl.utils.errors import DeadlineExceededError, WorkerDiedError
 
 _NO_LIMIT = 2**31

@@ -21,8 +21,8 @@ from nemo_rl.experience.idle_shares import BusySeconds
 from nemo_rl.experience.rollouts import RolloutKey
 from nemo_rl.experience.runners.stored import split
 from nemo_rl.experience.trajectory import Rollouts, Trajectory
+from nemo_rl.models.batch_rows import PackedRows
 from nemo_rl.models.generation.interfaces import SamplingParams
-from nemo_rl.models.policy.batch_rows import PackedRows
 
 _TOKENS_OF_A_CALL = 1_000_000
 """Number of tokens after which a call takes no further groups. The tokens of a call are about 10 MB, and stay in the

@@ -15,7 +15,7 @@ from nemo_rl.data.interfaces import Message
 from nemo_rl.data.routed_experts import ROUTED_EXPERTS
 from nemo_rl.experience.branches import StoredTokens
 from nemo_rl.experience.trajectory import Rollouts, Trajectory
-from nemo_rl.models.policy.batch_rows import (
+from nemo_rl.models.batch_rows import (
     NUM_WRITTEN,
     STORED_ROWS,
     PackedRows,

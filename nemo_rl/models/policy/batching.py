@@ -30,7 +30,7 @@ from nemo_rl.data.packing import (
 )
 from nemo_rl.data.routed_experts import ROUTED_EXPERTS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.models.policy.batch_rows import BatchRows
+from nemo_rl.models.batch_rows import BatchRows
 from nemo_rl.utils.errors import ConfigError, DataError
 
 SCORING_KEYS = ("input_ids", "input_lengths")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.losses.loss_function import AnyLossFunction
-from nemo_rl.models.policy.batch_rows import StoredScores
+from nemo_rl.models.batch_rows import StoredScores
 
 type KeptScores = tuple[list[StoredScores | None], Tensor]
 """Result of `keep_logprobs`: places of the scores of B rows, and `losses.divergence.sequence_errors` `[B]` float32."""

@@ -37,7 +37,7 @@ from nemo_rl.distributed.named_sharding import REPLICATED_AXES
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.worker_groups import MultiWorkerFuture, RayWorkerGroup
 from nemo_rl.losses.loss_function import AnyLossFunction
-from nemo_rl.models.policy.batch_rows import Kept, StoredScores
+from nemo_rl.models.batch_rows import Kept, StoredScores
 from nemo_rl.models.policy.batching import ShardedBatch
 from nemo_rl.models.policy.interfaces import TrainResult
 from nemo_rl.models.policy.workers.costs import PassCosts, PassKind, WorkCount

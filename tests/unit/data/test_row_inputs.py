@@ -13,7 +13,7 @@ from nemo_rl.data.messages.conversations import cut_to_stub
 from nemo_rl.data.model_rows import RowInput, RowInputs, completed, forward_arguments, position_ids
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.trajectory import Trajectory
-from nemo_rl.models.policy.batch_rows import BatchRows
+from nemo_rl.models.batch_rows import BatchRows
 from nemo_rl.utils.errors import DataError
 
 pytestmark = pytest.mark.fast

@@ -28,8 +28,8 @@ from nemo_rl.experience.runners.stored import located, messages_of, split, whole
 from nemo_rl.experience.trajectory import Rollouts, Trajectory
 from nemo_rl.experience.trajectory_log import TrajectoryLog
 from nemo_rl.files.safe_load import is_plain
+from nemo_rl.models.batch_rows import BatchRows, StoredRows, stale_tokens
 from nemo_rl.models.generation.interfaces import ResponseSoFar, VersionSpan
-from nemo_rl.models.policy.batch_rows import BatchRows, StoredRows, stale_tokens
 from nemo_rl.models.policy.batching import global_batches
 from nemo_rl.utils.errors import DataError
 

@@ -24,8 +24,8 @@ from nemo_rl.experience.metrics import rollout_metrics
 from nemo_rl.experience.runners.groups import GroupError, for_driver
 from nemo_rl.experience.runners.stored import messages_of, split, whole
 from nemo_rl.experience.trajectory import Outcome, Rollouts, Trajectory
+from nemo_rl.models.batch_rows import SCORE_KEYS, STORED_ROWS, BatchRows, StoredRows
 from nemo_rl.models.generation.interfaces import VersionSpan
-from nemo_rl.models.policy.batch_rows import SCORE_KEYS, STORED_ROWS, BatchRows, StoredRows
 from nemo_rl.models.policy.batching import count_valid, scoring_rows, shard_batch
 from nemo_rl.models.policy.rank_calls import of_rows
 

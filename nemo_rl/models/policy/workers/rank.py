@@ -38,7 +38,7 @@ from nemo_rl.host.background import in_background
 from nemo_rl.host.capacity import usable_cores
 from nemo_rl.host.device import device_for
 from nemo_rl.losses.loss_function import AnyLossFunction, LossMetrics
-from nemo_rl.models.policy.batch_rows import BatchRows
+from nemo_rl.models.batch_rows import BatchRows
 from nemo_rl.models.policy.workers.costs import PassCosts, pass_costs
 from nemo_rl.models.policy.workers.loss_calls import call_loss, input_builder, reduce_metrics
 from nemo_rl.models.policy.workers.scoring import ScoringWorker

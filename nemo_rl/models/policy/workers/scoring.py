@@ -14,8 +14,8 @@ from torch import Tensor
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_logprobs import TopK
 from nemo_rl.host.device import device_for, to_host
+from nemo_rl.models.batch_rows import BatchRows, Kept, StoredRows
 from nemo_rl.models.huggingface.layers import recorded_outputs
-from nemo_rl.models.policy.batch_rows import BatchRows, Kept, StoredRows
 from nemo_rl.models.training.inputs import (
     InputLayout,
     all_targets,

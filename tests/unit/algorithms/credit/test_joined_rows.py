@@ -13,7 +13,7 @@ from nemo_rl.config import ClippedPGLossConfig, GRPOConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.branches import Branch, StoredTokens
 from nemo_rl.experience.trajectory import Trajectory
-from nemo_rl.models.policy.batch_rows import pack_rows, paths_of
+from nemo_rl.models.batch_rows import pack_rows, paths_of
 
 pytestmark = pytest.mark.fast
 

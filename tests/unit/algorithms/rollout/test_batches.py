@@ -20,7 +20,7 @@ from nemo_rl.config import ClippedPGLossConfig, GRPOConfig, RewardScalingConfig
 from nemo_rl.data.streams.prompt_stream import DataExhausted
 from nemo_rl.experience.trajectory import Outcome, Trajectory
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
-from nemo_rl.models.policy.batch_rows import BatchRows
+from nemo_rl.models.batch_rows import BatchRows
 from nemo_rl.utils.errors import NothingToLearnError
 
 pytestmark = pytest.mark.fast

@@ -25,8 +25,8 @@ from nemo_rl.algorithms.scoring import PolicyScoring, corrects_staleness, policy
 from nemo_rl.config import load_config
 from nemo_rl.data.streams.prompt_stream import PromptPosition
 from nemo_rl.experience.trajectory import Outcome, Trajectory
+from nemo_rl.models.batch_rows import stale_tokens
 from nemo_rl.models.generation.interfaces import VersionSpan
-from nemo_rl.models.policy.batch_rows import stale_tokens
 from nemo_rl.weight_sync.transport import TransportSpec
 
 pytestmark = pytest.mark.fast

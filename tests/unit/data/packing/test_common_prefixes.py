@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from nemo_rl.data.common_prefixes import Prefixes
 from nemo_rl.data.packing import column_of, prefixes_of
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.models.policy.batch_rows import STORED_ROWS, BatchRows, StoredRow, pack_rows, paths_of
+from nemo_rl.models.batch_rows import STORED_ROWS, BatchRows, StoredRow, pack_rows, paths_of
 
 pytestmark = pytest.mark.fast
 

@@ -7,8 +7,8 @@ from policy_helpers import random_batch
 
 from nemo_rl.data.packing import SHARED_PREFIXES, column_of
 from nemo_rl.data.routed_experts import ROUTED_EXPERTS, experts_dtype, with_unreported
+from nemo_rl.models.batch_rows import BatchRows
 from nemo_rl.models.expert_routing import is_reported
-from nemo_rl.models.policy.batch_rows import BatchRows
 from nemo_rl.models.training.inputs import InputLayout, build_training_inputs
 
 CPU = torch.device("cpu")
