@@ -41,13 +41,13 @@ from nemo_rl.config import (
     Role,
 )
 from nemo_rl.data.effort_levels import with_effort_levels
-from nemo_rl.data.stored_rows import NUM_WRITTEN, SAMPLE_ADVANTAGES, STORED_ROWS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.penalties import ReviewSettings
 from nemo_rl.experience.trajectory import Trajectory, is_right
 from nemo_rl.losses.loss_function import LossFunction
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
 from nemo_rl.losses.reductions import masked_mean
+from nemo_rl.models.batch_rows import BatchRows
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.seed import set_seed
 
@@ -189,11 +189,9 @@ class CreditAssignment:
         Returns:
             Metrics: shaped reward of the samples, and spread of the advantages.
         """
-        is_stored = STORED_ROWS in batch
-        joined = JoinedRows.of(trajectories, batch)
-        # The tokens of stored rows have one advantage: as if each row had one token, where it has any.
-        written_RT = (batch[NUM_WRITTEN][:, None] > 0) if is_stored else batch["token_mask"]
-        mask_RT = written_RT * batch["sample_mask"][:, None]
+        rows = BatchRows.of(batch)
+        mask_RT = rows.advantage_mask()
+        joined = JoinedRows.of(trajectories, batch["input_lengths"].clamp(max=mask_RT.shape[1]))
         mask_BT = joined.join(mask_RT)
         effort_penalty_B = effort_penalty(trajectories, self._effort_levels)
         total_B = training_rewards(trajectories, self._config) + effort_penalty_B
@@ -205,15 +203,12 @@ class CreditAssignment:
         advantages_BT = self._estimator.compute_advantage(None, rewards_B, mask_BT, **extras)
         self._set_fixed(advantages_BT, mask_BT, trajectories)
         advantages_RT = joined.cut(advantages_BT)
-        if is_stored:
-            batch[SAMPLE_ADVANTAGES] = advantages_RT[:, 0].float()
-        else:
-            batch["advantages"] = advantages_RT.float()
+        batch["advantages"] = advantages_RT.float()
         positive_B = torch.tensor([float(is_right(t.penalized_reward)) for t in trajectories])
         batch["positive_examples"] = joined.repeat(positive_B)
         return {
             "filtered_reward": float(masked_mean(rewards_B, joined.largest(batch["sample_mask"]))),
-            **spread("advantages", advantages_RT, mask_RT, batch[NUM_WRITTEN] if is_stored else None),
+            **spread("advantages", advantages_RT, mask_RT, rows.advantage_counts()),
             **effort_metrics(trajectories, self._effort_levels, effort_penalty_B),
         }
 

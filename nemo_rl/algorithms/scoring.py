@@ -4,26 +4,17 @@ Invariant: a forward pass is skipped only when its result cannot change the upda
 """
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from nemo_rl.algorithms.rollout.batches import (
-    mask_mismatched_sequences,
-    mask_sequences,
-    masked_metrics,
-    num_counted_samples,
-)
+from nemo_rl.algorithms.rollout.batches import mask_sequences, masked_metrics
 from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.config import PolicyGradientMasterConfig
-from nemo_rl.data.stored_rows import NUM_STALE, NUM_WRITTEN, STORED_ROWS
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.losses.divergence import MISMATCH_METRICS
 from nemo_rl.losses.loss_function import LossFunction
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
+from nemo_rl.models.batch_rows import BatchRows
 from nemo_rl.models.policy.interfaces import ScoringModel
 
 logger = logging.getLogger(__name__)
@@ -69,51 +60,21 @@ class PolicyScoring:
         Returns:
             Metrics of the mismatch of sequences, and of the mask that follows from it.
         """
-        tensors = batch.tensors
-        rewards = [row.reward for row in batch.rows]
-        if not self.corrects_staleness and (batch.stale_BT is not None or NUM_STALE in tensors):
+        rows = BatchRows.of(batch.tensors)
+        num_stale_B = None if self.corrects_staleness else batch.num_stale_B
+        if num_stale_B is not None:
             batch.unmeasured = batch.unmeasured | MISMATCH_METRICS
-        if STORED_ROWS in tensors:
-            return batch.measured(self._score_stored(tensors, rewards))
-        stale_BT = None if self.corrects_staleness else batch.stale_BT
-        if self.needs_prev or stale_BT is not None:
-            tensors["prev_logprobs"] = self._prev_logprobs(tensors, stale_BT)
+        errors_B = None
+        if self.needs_prev or num_stale_B is not None:
+            errors_B = rows.score(self.policy, num_stale_B)
         if self.needs_reference:
-            scored = self.policy.get_reference_policy_logprobs(tensors)
-            tensors["reference_policy_logprobs"] = scored["reference_logprobs"]
-        if "prev_logprobs" not in tensors:
-            return _count_samples(tensors)
-        return batch.measured(mask_mismatched_sequences(tensors, rewards, self.max_sequence_error))
-
-    def _score_stored(self, tensors: BatchedDataDict[Any], rewards: Sequence[float | None]) -> dict[str, float]:
-        """Do as `apply` for stored rows: log-probabilities stay in the object store."""
-        if self.corrects_staleness:
-            tensors.pop(NUM_STALE, None)
-        if self.needs_reference:
-            tensors["reference_policy_logprobs"], _ = self.policy.keep_logprobs(tensors, of_reference=True)
-        if not (self.needs_prev or NUM_STALE in tensors):
-            return _count_samples(tensors)
-        if NUM_STALE in tensors and bool((tensors[NUM_STALE] >= tensors["input_lengths"]).all()):
-            tensors["prev_logprobs"] = [None] * tensors.size  # those of the engines, so the errors are exp(0)
-            errors_B = (tensors[NUM_WRITTEN] > 0).float() * (tensors["sample_mask"] != 0)
-        else:
-            tensors["prev_logprobs"], errors_B = self.policy.keep_logprobs(tensors)
-        return mask_sequences(tensors, errors_B, rewards, self.max_sequence_error)
-
-    def _prev_logprobs(self, tensors: BatchedDataDict[Any], stale_BT: Tensor | None) -> Tensor:
-        """Compute the log-probabilities `[B, T]` that the ratio is relative to; see `apply`."""
-        if stale_BT is None:
-            return self.policy.get_logprobs(tensors)["logprobs"]
-        sampled_BT = tensors["generation_logprobs"]
-        if not ((tensors["token_mask"] > 0) & ~stale_BT).any():
-            return sampled_BT.clone()
-        return torch.where(stale_BT, sampled_BT, self.policy.get_logprobs(tensors)["logprobs"])
-
-
-def _count_samples(tensors: BatchedDataDict[Any]) -> dict[str, float]:
-    """Write `num_counted_samples`; return the metrics of a batch in which no sample is masked."""
-    tensors["num_counted_samples"] = torch.full_like(tensors["sample_mask"], float(num_counted_samples(tensors)))
-    return masked_metrics()
+            rows.score_reference(self.policy)
+        if errors_B is None:
+            mask_B = batch.tensors["sample_mask"]
+            batch.tensors["num_counted_samples"] = torch.full_like(mask_B, float(rows.counted().sum()))
+            return masked_metrics()
+        rewards = [row.reward for row in batch.rows]
+        return batch.measured(mask_sequences(batch.tensors, errors_B, rewards, self.max_sequence_error))
 
 
 def corrects_staleness(config: PolicyGradientMasterConfig) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nemo_rl.data.common_prefixes import Path
 from nemo_rl.data.interfaces import Message
-from nemo_rl.data.stored_rows import PackedRows
+from nemo_rl.models.batch_rows import PackedRows
 from nemo_rl.models.generation.interfaces import VersionSpan
 
 if TYPE_CHECKING:

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.data.messages.content import with_texts
-from nemo_rl.data.stored_rows import with_tokens
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.rows import rows_of
 from nemo_rl.experience.runners.stored import messages_of
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.files.writing import OptionalOutput, write_atomically
+from nemo_rl.models.batch_rows import BatchRows
 
 _DECIMALS = 6
 _ROWS_AT_ONCE = 256
@@ -57,7 +57,7 @@ class TrajectoryLog:
 def _lines(trajectories: Sequence[Trajectory], batch: BatchedDataDict[Any]) -> Iterator[dict[str, Any]]:
     """Yield the lines of a step; tokens that are stored elsewhere are fetched some rows at a time."""
     for start in range(0, len(trajectories), _ROWS_AT_ONCE):
-        rows = with_tokens(batch.slice(start, start + _ROWS_AT_ONCE))
+        rows = BatchRows.of(batch.slice(start, start + _ROWS_AT_ONCE)).whole()
         for row, trajectory in enumerate(trajectories[start : start + _ROWS_AT_ONCE]):
             yield _describe(trajectory) | _tokens_of(rows, row)
 

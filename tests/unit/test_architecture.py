@@ -213,6 +213,7 @@ def test_imports_inside_a_package_run_one_way(package):
 MODEL_ARROWS: dict[str, set[str]] = {
     "accepted_rows": set(),
     "attention": set(),
+    "batch_rows": set(),
     "expert_routing": set(),
     "huggingface": set(),
     "draft.shape": set(),
@@ -229,9 +230,9 @@ MODEL_ARROWS: dict[str, set[str]] = {
         *("accepted_rows", "attention", "capacity", "draft", "expert_routing", "huggingface"),
         *("training", "training.backends"),
     },
-    "policy.interfaces": set(),
-    "policy.workers": {"huggingface", "training"},
-    "policy": {"policy.interfaces", "policy.workers", "training", "training.backends"},
+    "policy.interfaces": {"batch_rows"},
+    "policy.workers": {"batch_rows", "huggingface", "training"},
+    "policy": {"batch_rows", "policy.interfaces", "policy.workers", "training", "training.backends"},
     "generation": {
         *("accepted_rows", "attention", "capacity", "draft", "draft.shape", "huggingface"),
         *("quantization", "training"),

@@ -38,7 +38,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nemo_rl.algorithms.credit.advantages import make_advantage_estimator
 from nemo_rl.algorithms.grpo import CreditAssignment
-from nemo_rl.algorithms.rollout.batches import age_metrics, build_training_batch, num_counted_samples
+from nemo_rl.algorithms.rollout.batches import age_metrics, build_training_batch
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig
 from nemo_rl.data.interfaces import Message
 from nemo_rl.data.packing import FixedSize
@@ -49,6 +49,7 @@ from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.metrics import rollout_metrics
 from nemo_rl.experience.rollouts import RolloutKey, RolloutLimits, RolloutRunner
 from nemo_rl.experience.trajectory import Rollouts, Trajectory
+from nemo_rl.models.batch_rows import BatchRows
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.interfaces import (
     Collected,
@@ -230,7 +231,7 @@ def take_step(collect: Callable[[], Rollouts], pad_token_id: int) -> dict[str, f
 def assign_credit(batch: BatchedDataDict[Any], trajectories: Sequence[Trajectory]) -> None:
     """Write what GRPO adds to a batch before the update."""
     grpo, loss = GRPOConfig.build(), ClippedPGLossConfig.build()
-    batch["num_counted_samples"] = torch.full_like(batch["sample_mask"], float(num_counted_samples(batch)))
+    batch["num_counted_samples"] = torch.full_like(batch["sample_mask"], float(BatchRows.of(batch).counted().sum()))
     CreditAssignment(make_advantage_estimator(grpo, loss), grpo).assign(batch, trajectories)
 
 

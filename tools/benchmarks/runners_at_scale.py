@@ -28,7 +28,6 @@ from nemo_rl.algorithms.rollout.batches import age_metrics, build_training_batch
 from nemo_rl.config import ClusterConfig
 from nemo_rl.data.messages.content import TextRules
 from nemo_rl.data.packing import FixedSize
-from nemo_rl.data.stored_rows import with_tokens
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.tensor_transport import pack_tensors
 from nemo_rl.distributed.virtual_cluster import init_ray
@@ -40,6 +39,7 @@ from nemo_rl.experience.rollouts import RolloutKey, RolloutLimits
 from nemo_rl.experience.runners.actor import RunnerSettings
 from nemo_rl.experience.runners.client import RemoteRunner
 from nemo_rl.experience.trajectory import Rollouts
+from nemo_rl.models.batch_rows import BatchRows
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.interfaces import Collected, GenerationRequest, SamplingParams
 from nemo_rl.models.policy.batching import count_valid, global_batches, shard_batch
@@ -98,7 +98,7 @@ class Rank:
     def fetch(self, rows: BatchedDataDict[Any]) -> float:
         """Return the seconds in which the tensors of some stored rows are made."""
         started = time.perf_counter()
-        with_tokens(rows)
+        BatchRows.of(rows).whole()
         return time.perf_counter() - started
 
 

@@ -14,13 +14,11 @@ Legend: `R` rows, `B` samples, `T` tokens of the longest row.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from nemo_rl.data.stored_rows import STORED_ROWS
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.trajectory import Trajectory
 
 
@@ -34,24 +32,23 @@ class JoinedRows:
     """`[R]` int64, tokens of each row."""
 
     @classmethod
-    def of(cls, trajectories: Sequence[Trajectory], batch: BatchedDataDict[Any]) -> Self:
-        """Return the layout of a training batch; stored rows are laid out as if each had one token.
+    def of(cls, trajectories: Sequence[Trajectory], lengths_R: Tensor) -> Self:
+        """Return the layout of a training batch.
 
         Args:
             trajectories: B samples.
-            batch: their R rows.
+            lengths_R: `[R]` int64, tokens of each row of the batch.
 
         Raises:
             ValueError: the batch has another number of rows.
         """
         num_rows_B = torch.tensor([1 + len(trajectory.branches) for trajectory in trajectories])
-        lengths_R = batch["input_lengths"]
         if int(num_rows_B.sum()) != len(lengths_R):
             raise ValueError(
                 f"The {len(trajectories)} samples have {int(num_rows_B.sum())} conversations, but the batch has "
                 f"{len(lengths_R)} rows."
             )
-        return cls(num_rows_B, torch.ones_like(lengths_R) if STORED_ROWS in batch else lengths_R)
+        return cls(num_rows_B, lengths_R)
 
     def join(self, values_RT: Tensor) -> Tensor:
         """Return values of the tokens of rows as values of the tokens of samples, `[B, T']`, 0 after the last."""

@@ -248,7 +248,7 @@ class TokenCredit:
             `critic/explained_var`, the share of the variance of the returns that the values explain.
         """
         tensors, trajectories = batch.tensors, batch.trajectories
-        joined = JoinedRows.of(trajectories, tensors)
+        joined = JoinedRows.of(trajectories, tensors["input_lengths"])
         mask_RT = tensors["token_mask"] * tensors["sample_mask"][:, None]
         mask_BT = joined.join(mask_RT)
         tokens = CountedTokens.of(mask_BT)

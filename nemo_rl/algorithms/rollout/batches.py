@@ -25,16 +25,16 @@ from nemo_rl.algorithms.runtime.step_record import StepRecorder
 from nemo_rl.data.model_rows import ROW_INPUTS, RowInputs, completed
 from nemo_rl.data.packing import PROMPT_GROUPS
 from nemo_rl.data.routed_experts import ROUTED_EXPERTS, joined_experts, padded_experts
-from nemo_rl.data.stored_rows import NUM_STALE, NUM_WRITTEN, STORED_ROWS
 from nemo_rl.data.streams.prompt_stream import GroupRewards, Prompts
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.idle_shares import IdleShares
 from nemo_rl.experience.metrics import OF_AN_ENVIRONMENT, metrics_by_environment, rollout_metrics
 from nemo_rl.experience.rows import rows_of, rows_per_update
-from nemo_rl.experience.runners.stored import lay_out, whole
+from nemo_rl.experience.runners.stored import stored_columns, whole
 from nemo_rl.experience.trajectory import Outcome, Trajectory, is_right
 from nemo_rl.experience.trajectory_log import TrajectoryLog
-from nemo_rl.losses.divergence import after_mask, sequence_error_metrics, sequence_errors
+from nemo_rl.losses.divergence import after_mask, sequence_error_metrics
+from nemo_rl.models.batch_rows import BatchRows
 
 
 class Versioned(Protocol):
@@ -82,35 +82,27 @@ def check_staleness(trajectories: Sequence[Trajectory], version: int, max_stalen
         )
 
 
-def stale_tokens(trajectories: Sequence[Trajectory], version: int, *, mixes_weights: bool = False) -> Tensor | None:
-    """Mark the tokens of a batch that older weights wrote.
+def num_stale_tokens(trajectories: Sequence[Trajectory], version: int, *, mixes_weights: bool = False) -> Tensor | None:
+    """Return the position after the last token of each row that older weights wrote.
+
+    Weights only become newer, so all tokens that the policy wrote before that position are stale.
 
     Args:
-        trajectories: B rows, the longest of T tokens.
+        trajectories: rollouts with B rows.
         version: of the policy's current weights.
         mixes_weights: answers continue with keys and values of older weights, so that no weights alone give the
             probabilities of their later tokens; these count as written by older weights.
 
     Returns:
-        `[B, T]` bool, where only tokens that the policy wrote have a meaning; None if all are of the current version.
+        `[B]` int64, 0 for a row without stale tokens; None if all tokens are of the current version.
     """
-    if all(age(trajectory, version) == 0 for trajectory in trajectories):
-        return None
-    stale_BT = torch.zeros(len(trajectories), max(t.length for t in trajectories), dtype=torch.bool)
-    for row, trajectory in enumerate(trajectories):
-        for span in trajectory.weight_versions:  # each begins where the one before it ends
-            stale_BT[row, span.start :] = span.version < version or (mixes_weights and age(trajectory, version) > 0)
-    return stale_BT
-
-
-def num_stale_tokens(trajectories: Sequence[Trajectory], version: int, *, mixes_weights: bool = False) -> Tensor | None:
-    """Return `stale_tokens` in short: `[B]` int64, the position after the last stale token; None if there are none."""
-    ends = []
-    for trajectory in trajectories:
-        fresh = (span.start for span in trajectory.weight_versions if span.version >= version and not mixes_weights)
-        is_stale = age(trajectory, version) > 0
-        ends.append(next(fresh, trajectory.length) if is_stale else 0)
-    return torch.tensor(ends) if any(ends) else None
+    positions = []
+    for row in rows_of(trajectories):
+        is_mixed = mixes_weights and age(row, version) > 0
+        ends = [*(span.start for span in row.weight_versions[1:]), row.length]
+        spans = zip(row.weight_versions, ends, strict=False)  # a row that the policy did not write has no span
+        positions.append(max((end for span, end in spans if is_mixed or span.version < version), default=0))
+    return torch.tensor(positions) if any(positions) else None
 
 
 def age_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
@@ -146,7 +138,7 @@ class RolloutBatches:
     samples_per_update: int | None = None
     """Samples of one optimizer update, `policy.train_global_batch_size`; None: those of a step."""
     mixes_weights: bool = False
-    """As in `stale_tokens`."""
+    """As in `num_stale_tokens`."""
 
     def __post_init__(self) -> None:
         self._built = self.rollouts
@@ -175,8 +167,8 @@ class RolloutBatches:
         tensors = self.layout(trajectories)
         version, max_staleness = self.refitter.weight_version, self.rollouts.max_staleness
         check_staleness(trajectories, version, max_staleness)
-        stale_BT = mark_stale(tensors, trajectories, version, mixes_weights=self.mixes_weights)
-        self.probe.check(tensors, stale_BT)
+        num_stale_B = num_stale_tokens(trajectories, version, mixes_weights=self.mixes_weights)
+        self.probe.check(tensors, num_stale_B)
         rewards = _rewards(given)
         overlap = age_metrics(trajectories, version) | _discarded(given) if max_staleness else {}
         batch = StepBatch(
@@ -196,7 +188,7 @@ class RolloutBatches:
             rows_per_update=rows_per_update(trajectories, self.samples_per_update or len(trajectories)),
             prompts=[group.prompt for group in given if group.prompt is not None],
             rewards=rewards,
-            stale_BT=stale_BT,
+            num_stale_B=num_stale_B,
         )
         if self.recorder is not None:
             self.recorder.begin(step, batch, phase)
@@ -213,19 +205,6 @@ class RolloutBatches:
             self.recorder.write(step, batch)
         self.prompts.acknowledge(batch.prompts)
         self.prompts.finish_step(step, batch.rewards)
-
-
-def mark_stale(
-    tensors: BatchedDataDict[Any], trajectories: Sequence[Trajectory], version: int, *, mixes_weights: bool = False
-) -> Tensor | None:
-    """Return `stale_tokens` of the rows of trajectories; for stored rows write `NUM_STALE` into the batch instead."""
-    rows = rows_of(trajectories)
-    if STORED_ROWS not in tensors:
-        return stale_tokens(rows, version, mixes_weights=mixes_weights)
-    num_stale_B = num_stale_tokens(rows, version, mixes_weights=mixes_weights)
-    if num_stale_B is not None:
-        tensors[NUM_STALE] = num_stale_B
-    return None
 
 
 def _rewards(groups: Sequence[Group]) -> GroupRewards:
@@ -273,20 +252,27 @@ def build_training_batch(
 
     Args:
         trajectories: rollouts with B conversations. If the tokens of all are stored elsewhere, so are those of the
-            batch (`data.stored_rows`).
+            batch (`models.batch_rows`).
         pad_token_id: id written after the end of a sample.
         mask_truncated: exclude samples that hit a length limit from the loss (overlong filtering).
         needs_reward: exclude samples without a reward from the loss.
     """
     trajectories = rows_of(trajectories)
-    weights_B = torch.tensor([_weight(t, mask_truncated, needs_reward) for t in trajectories])
-    if all(trajectory.stored is not None for trajectory in trajectories):
-        rows = lay_out(trajectories, pad_token_id)
-        rows["sample_mask"] = weights_B
-        return rows
-    trajectories = whole(trajectories)
+    weights = [_weight(trajectory, mask_truncated, needs_reward) for trajectory in trajectories]
     lengths = [trajectory.length for trajectory in trajectories]
-    shape = (len(lengths), max(lengths))
+    columns = {
+        "input_lengths": torch.tensor(lengths, dtype=torch.int64),
+        "sample_mask": torch.tensor(weights),
+        PROMPT_GROUPS: torch.tensor([trajectory.group_index for trajectory in trajectories]),
+    }
+    if all(trajectory.stored is not None for trajectory in trajectories):
+        return BatchedDataDict(columns | stored_columns(trajectories, max(lengths), pad_token_id))
+    return BatchedDataDict(columns | _token_columns(whole(trajectories), max(lengths), pad_token_id))
+
+
+def _token_columns(trajectories: Sequence[Trajectory], width: int, pad_token_id: int) -> dict[str, Any]:
+    """Return the columns of a batch that have a value for each token, and the inputs next to the tokens."""
+    shape = (len(trajectories), width)
     input_ids = np.full(shape, pad_token_id, dtype=np.int64)
     token_mask = np.zeros(shape, dtype=np.float32)
     generation_logprobs = np.zeros(shape, dtype=np.float32)
@@ -299,20 +285,17 @@ def build_training_batch(
                 token_mask[row, start:stop] = 1.0
                 generation_logprobs[row, start:stop] = written.numpy()
             start = stop
-    batch: dict[str, Any] = {
+    columns: dict[str, Any] = {
         "input_ids": torch.from_numpy(input_ids),
-        "input_lengths": torch.tensor(lengths, dtype=torch.int64),
         "token_mask": torch.from_numpy(token_mask),
-        "sample_mask": weights_B,
         "generation_logprobs": torch.from_numpy(generation_logprobs),
-        PROMPT_GROUPS: torch.tensor([trajectory.group_index for trajectory in trajectories]),
     }
-    experts = padded_experts((joined_experts(trajectory.message_log) for trajectory in trajectories), shape[1])
+    experts = padded_experts((joined_experts(trajectory.message_log) for trajectory in trajectories), width)
     if experts is not None:
-        batch[ROUTED_EXPERTS] = experts
+        columns[ROUTED_EXPERTS] = experts
     if any(trajectory.row_inputs is not None for trajectory in trajectories):
-        batch[ROW_INPUTS] = completed([trajectory.row_inputs for trajectory in trajectories])
-    return BatchedDataDict(batch)
+        columns[ROW_INPUTS] = completed([trajectory.row_inputs for trajectory in trajectories])
+    return columns
 
 
 def _weight(trajectory: Trajectory, mask_truncated: bool, needs_reward: bool) -> float:
@@ -323,48 +306,26 @@ def _weight(trajectory: Trajectory, mask_truncated: bool, needs_reward: bool) ->
     return trajectory.loss_multiplier
 
 
-def num_counted_samples(batch: BatchedDataDict[TrainingBatch]) -> int:
-    """Count the rows of a batch that have a token that counts in the loss."""
-    return int(_counted_samples(batch).sum())
-
-
-def _counted_samples(batch: BatchedDataDict[TrainingBatch]) -> Tensor:
-    """Return `[B]` bool: rows with a token that counts in the loss."""
-    if STORED_ROWS in batch:
-        return (batch[NUM_WRITTEN] > 0) & (batch["sample_mask"] != 0)
-    return _counted(batch).any(1)
-
-
-def mask_mismatched_sequences(
-    batch: BatchedDataDict[TrainingBatch], rewards: Sequence[float | None], threshold: float | None
+def mask_sequences(
+    batch: BatchedDataDict[TrainingBatch], errors_B: Tensor, rewards: Sequence[float | None], threshold: float | None
 ) -> dict[str, float]:
-    """Measure how much training and generation log-probs of each row disagree, and mask those beyond a threshold.
-
-    The error of a row is the mean over its tokens of `exp(|prev - generation|)`. Sets `sample_mask` to 0 where it
-    exceeds `threshold`.
+    """Mask the rows whose training and generation log-probs disagree by more than a threshold: set `sample_mask` to 0.
 
     Args:
-        batch: with `prev_logprobs`.
-        rewards: of the samples of the B rows; a positive one is a right answer.
+        batch: B rows.
+        errors_B: `sequence_errors` of the rows.
+        rewards: of the samples of the rows; a positive one is a right answer.
         threshold: largest error that stays in the loss; None masks nothing.
 
     Returns:
         Metrics: largest, smallest and mean error of the rows with a token that counts, before and after masking (0 if
         there is no such row); the number of masked rows, and the share of them that was right.
     """
-    counted_BT = _counted(batch)
-    errors_B = sequence_errors(batch["prev_logprobs"][:, 1:], batch["generation_logprobs"][:, 1:], counted_BT)
-    return mask_sequences(batch, errors_B, rewards, threshold)
-
-
-def mask_sequences(
-    batch: BatchedDataDict[TrainingBatch], errors_B: Tensor, rewards: Sequence[float | None], threshold: float | None
-) -> dict[str, float]:
-    """Do as `mask_mismatched_sequences`, with the errors of the rows."""
+    rows = BatchRows.of(batch)
     exceeds_B = errors_B > (math.inf if threshold is None else threshold)
-    before = _error_metrics(errors_B, _counted_samples(batch))
+    before = _error_metrics(errors_B, rows.counted())
     batch["sample_mask"] = batch["sample_mask"] * (~exceeds_B)
-    after = _error_metrics(errors_B, _counted_samples(batch))
+    after = _error_metrics(errors_B, rows.counted())
     right_B = torch.tensor([is_right(reward) for reward in rewards])
     num_masked = float(exceeds_B.sum())
     return before | after_mask(after) | masked_metrics(num_masked, float((right_B & exceeds_B).sum()))
@@ -373,11 +334,6 @@ def mask_sequences(
 def masked_metrics(num_masked: float = 0.0, num_right: float = 0.0) -> dict[str, float]:
     """Build the metrics of masking: number of masked rows, and the share of them that was right (0 for none)."""
     return {"num_masked_seqs": num_masked, "masked_correct_pct": num_right / max(num_masked, 1.0)}
-
-
-def _counted(batch: BatchedDataDict[TrainingBatch]) -> Tensor:
-    """Return `[B, T - 1]` bool: predicted tokens that count in the loss."""
-    return (batch["token_mask"][:, 1:] != 0) & (batch["sample_mask"][:, None] != 0)
 
 
 def _error_metrics(errors_B: Tensor, counted_B: Tensor) -> dict[str, float]:

@@ -101,7 +101,7 @@ class RolloutSource(Protocol):
         """Largest number of updates of the policy between the weights that sampled a group and the step it is given to.
 
         With 0 every token comes from the policy's current weights. Tokens of older weights are marked in the batch
-        (`StepBatch.stale_BT`).
+        (`StepBatch.num_stale_B`).
         """
 
     def next_groups(self, step: int) -> Iterator[Group]:

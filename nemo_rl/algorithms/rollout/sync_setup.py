@@ -15,9 +15,9 @@ from torch import Tensor
 from nemo_rl.algorithms.rollout.refit import Refitter
 from nemo_rl.algorithms.runtime.device_sharing import MemorySharing
 from nemo_rl.config import ClusterConfig, PolicyConfig
-from nemo_rl.data.stored_rows import STORED_ROWS, stale_of, with_tokens
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.losses.objectives import bounded_exp
+from nemo_rl.models.batch_rows import BatchRows, stale_tokens
 from nemo_rl.models.generation.batches import VllmGeneration, cluster_config
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.factory import engine_precision
@@ -31,8 +31,6 @@ from nemo_rl.weight_sync.transport import TransportName, TransportSpec
 logger = logging.getLogger(__name__)
 
 MAX_COMPARED_TOKENS = 32
-_STORED_ROWS_COMPARED = 64
-"""Rows whose tokens are fetched for the comparison, where tokens are stored elsewhere."""
 ROUNDING = {"float32": 1e-4, "float16": 0.003, "bfloat16": 0.01, "fp8": 0.05}
 """Relative difference of hidden states that rounding can cause in one layer, by number format."""
 
@@ -64,14 +62,14 @@ class SyncProbe:
         self._rounding = ROUNDING[precision]
         self._membership: int | None = None
 
-    def check(self, batch: BatchedDataDict[Any], stale_BT: Tensor | None = None) -> None:
+    def check(self, batch: BatchedDataDict[Any], num_stale_B: Tensor | None = None) -> None:
         """Compare once; do nothing when these engines have been compared before.
 
         Only tokens of the current weights are compared. A batch without any leaves the comparison to a later one.
 
         Args:
-            batch: `input_ids`, `input_lengths`, `token_mask` and `generation_logprobs`.
-            stale_BT: `[B, T]` bool, tokens that older weights sampled; None if there are none.
+            batch: `input_ids`, `input_lengths`, `token_mask` and `generation_logprobs`, or stored rows.
+            num_stale_B: as `StepBatch.num_stale_B`.
 
         Raises:
             WeightSyncError: the engines compute other log-probabilities than the policy.
@@ -79,10 +77,9 @@ class SyncProbe:
         membership = self._generation.membership
         if self._max_error is None or self._membership == membership:
             return
-        if STORED_ROWS in batch:
-            first = batch.slice(0, _STORED_ROWS_COMPARED)
-            batch, stale_BT = with_tokens(first), stale_of(first)
-        if stale_BT is not None:
+        batch = BatchRows.of(batch).to_compare()
+        if num_stale_B is not None:
+            stale_BT = stale_tokens(batch, num_stale_B[: batch.size])
             batch = BatchedDataDict({**batch, "token_mask": batch["token_mask"] * ~stale_BT})
         if not batch["token_mask"].any():
             return

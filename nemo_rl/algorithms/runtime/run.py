@@ -52,8 +52,8 @@ class StepBatch:
     """Positions in the data that are done with once the batch was trained on."""
     rewards: GroupRewards = field(default_factory=dict)
     """Rewards of the samples of each of these prompts, also of those that the batch leaves out."""
-    stale_BT: Tensor | None = None
-    """`[B, T]` bool, tokens that were sampled by weights older than the policy's; None if there are none."""
+    num_stale_B: Tensor | None = None
+    """`[B]` int64, position after the last token that weights older than the policy's wrote; None if there is none."""
     unmeasured: frozenset[str] = frozenset()
     """Metrics of the update that say nothing about this batch and are not logged."""
 

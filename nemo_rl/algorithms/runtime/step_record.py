@@ -28,7 +28,6 @@ import nemo_rl
 from nemo_rl.algorithms.runtime.run import Phase, StepBatch
 from nemo_rl.config import MasterConfig, public_values
 from nemo_rl.config.schema.logger import RECORDS_FOLDER
-from nemo_rl.data.stored_rows import with_tokens
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.files.writing import OptionalOutput, write_atomically
 from nemo_rl.losses.loss_function import AnyLossFunction
@@ -167,7 +166,7 @@ def stage_tensors(batch: StepBatch) -> dict[str, Tensor]:
 
 def samples_in_short(batch: StepBatch) -> list[dict[str, Any]]:
     """Return for each row of a batch which sample it is, its reward, and hashes of what was sampled."""
-    tensors = with_tokens(batch.tensors)
+    tensors = batch.tensors
     lengths = tensors["input_lengths"].tolist()
     return [
         _identity(row) | {name: _hash(tensors[name][number, :length].numpy().tobytes()) for name in SAMPLED}

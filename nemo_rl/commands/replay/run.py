@@ -19,7 +19,7 @@ from rich.text import Text
 from torch import Tensor
 
 from nemo_rl.algorithms.recipe import Recipe
-from nemo_rl.algorithms.rollout.batches import mark_stale
+from nemo_rl.algorithms.rollout.batches import num_stale_tokens
 from nemo_rl.algorithms.runtime.device_sharing import share_memory
 from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.algorithms.runtime.step_record import code, environment, samples_in_short, stage_tensors
@@ -207,7 +207,7 @@ def _batch(config: GRPOMasterConfig, recipe: Recipe, recorded: RecordedStep, ver
         tensors,
         trajectories,
         rows_per_update=rows_per_update(trajectories, config.policy.train_global_batch_size or len(trajectories)),
-        stale_BT=mark_stale(tensors, trajectories, version, mixes_weights=config.policy.mixes_weights),
+        num_stale_B=num_stale_tokens(trajectories, version, mixes_weights=config.policy.mixes_weights),
     )
 
 

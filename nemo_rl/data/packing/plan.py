@@ -7,16 +7,12 @@ same number of non-empty microbatches (so collectives match), and equal lengths 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from nemo_rl.data.common_prefixes import Path, Prefixes
-from nemo_rl.data.model_rows import ROW_INPUTS
+from nemo_rl.data.common_prefixes import Prefixes
 from nemo_rl.data.packing.algorithms import PackingAlgorithm, get_packer, spread_bins
-from nemo_rl.data.stored_rows import STORED_ROWS, StoredRow
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.utils.errors import DataError
 
 SHARED_PREFIXES = "shared_prefixes"
@@ -26,42 +22,6 @@ with the row before it in that order. Absent, or 0 everywhere: the rows share no
 PROMPT_GROUPS = "prompt_groups"
 """Key of a batch: `[B]` int64, equal for the rows of one prompt; -1 for filler rows. Where it is given, only rows of
 one prompt share tokens, so that the layout of a batch does not depend on where its tokens are stored."""
-
-
-def find_prefixes(rows: BatchedDataDict[Any]) -> Prefixes:
-    """Find what the rows of a batch share.
-
-    Args:
-        rows: `input_ids [b, T]` and `input_lengths [b]`, or stored rows, and `PROMPT_GROUPS` if only rows of one prompt
-            share. Stored rows share within their object. Rows with further inputs (`data.model_rows`) share nothing,
-            because the model expects their inputs once for each row.
-    """
-    lengths = rows["input_lengths"].tolist()
-    groups = rows[PROMPT_GROUPS].tolist() if PROMPT_GROUPS in rows else None
-    if ROW_INPUTS in rows:
-        return Prefixes.alone(len(lengths))
-    if STORED_ROWS in rows:
-        return _of_stored(rows[STORED_ROWS], lengths, groups)
-    tokens = [ids[:length] for ids, length in zip(rows["input_ids"].numpy(), lengths, strict=True)]
-    return Prefixes.of(tokens) if groups is None else Prefixes.of_groups(tokens, groups)
-
-
-def _of_stored(stored: Sequence[StoredRow], lengths: Sequence[int], groups: Sequence[int] | None) -> Prefixes:
-    """Compare the paths of stored rows; a row that is cut shares nothing, as its path is that of the whole row."""
-    numbers: dict[Any, int] = {}
-    paths: list[tuple[int, Path]] = []
-    for index, (row, length) in enumerate(zip(stored, lengths, strict=True)):
-        whole = length > max((depth for depth, _ in row.path.nodes), default=0)
-        group = (row.rows, 0 if groups is None else groups[index])
-        number = numbers.setdefault(group, len(numbers)) if whole else -1
-        paths.append((number, row.path))
-    order = sorted(range(len(paths)), key=lambda row: (paths[row][0], paths[row][1].place, row))
-    shared = [0] * len(order)
-    for place in range(1, len(order)):
-        (before, path_before), (here, path) = (paths[order[place - 1]], paths[order[place]])
-        if before == here >= 0:
-            shared[place] = path_before.shared(path)
-    return Prefixes(order, shared)
 
 
 def column_of(prefixes: Prefixes, rows: Sequence[int]) -> Tensor:

@@ -21,7 +21,6 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.config import ClusterConfig, TimeoutsConfig
 from nemo_rl.data.messages.content import TextRules
-from nemo_rl.data.stored_rows import PackedRows
 from nemo_rl.distributed.tensor_transport import pack_tensors
 from nemo_rl.distributed.workers.process import ProcessIdentity, this_process
 from nemo_rl.environments.user_environments import environment_of, start_environment
@@ -31,6 +30,7 @@ from nemo_rl.experience.penalties import ReviewSettings
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutRunner
 from nemo_rl.experience.runners.groups import FinishedGroups, GroupTask, OpenGroups, for_driver
 from nemo_rl.experience.trajectory import Rollouts
+from nemo_rl.models.batch_rows import PackedRows
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult
 from nemo_rl.utils.errors import DeadlineExceededError, WorkerDiedError

@@ -15,7 +15,6 @@ from typing import Any
 
 from ray import cloudpickle
 
-from nemo_rl.data.stored_rows import PackedRows
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.tensor_transport import pack_tensors
 from nemo_rl.experience.idle_shares import BusySeconds
@@ -23,6 +22,7 @@ from nemo_rl.experience.rollouts import RolloutKey
 from nemo_rl.experience.runners.stored import split
 from nemo_rl.experience.trajectory import Rollouts, Trajectory
 from nemo_rl.host.boundary import Boundary
+from nemo_rl.models.batch_rows import PackedRows
 from nemo_rl.models.generation.interfaces import SamplingParams
 
 _TOKENS_OF_A_CALL = 1_000_000

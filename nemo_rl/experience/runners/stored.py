@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from nemo_rl.data.interfaces import Message
-from nemo_rl.data.packing import PROMPT_GROUPS
 from nemo_rl.data.routed_experts import ROUTED_EXPERTS
-from nemo_rl.data.stored_rows import (
+from nemo_rl.experience.branches import StoredTokens
+from nemo_rl.experience.trajectory import Rollouts, Trajectory
+from nemo_rl.models.batch_rows import (
     NUM_WRITTEN,
     STORED_ROWS,
     PackedRows,
@@ -23,9 +24,6 @@ from nemo_rl.data.stored_rows import (
     pack_rows,
     paths_of,
 )
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.branches import StoredTokens
-from nemo_rl.experience.trajectory import Rollouts, Trajectory
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -142,25 +140,11 @@ def messages_of(trajectory: Trajectory) -> list[Message]:
     return packed.messages_of(trajectory.stored.index)
 
 
-def lay_out(trajectories: Sequence[Trajectory], pad_token_id: int) -> BatchedDataDict[Any]:
-    """Return the rows of a batch, of which all tokens are in the object store.
-
-    Args:
-        trajectories: one trajectory for each row, in the order of the rows.
-        pad_token_id: token for padding, as in `StoredRow.pad_token_id`.
-    """
-    lengths = [trajectory.length for trajectory in trajectories]
-    width = max(lengths)
+def stored_columns(trajectories: Sequence[Trajectory], width: int, pad_token_id: int) -> dict[str, Any]:
+    """Return the columns of stored rows, one trajectory for each; arguments as in `StoredRow`."""
     rows = []
     for trajectory in trajectories:
         stored = trajectory.stored
         assert stored is not None and stored.rows is not None, "a runner has stored the tokens"
         rows.append(StoredRow(stored.rows, stored.index, width, pad_token_id, stored.path))
-    return BatchedDataDict(
-        {
-            "input_lengths": torch.tensor(lengths, dtype=torch.int64),
-            NUM_WRITTEN: torch.tensor([trajectory.response_length for trajectory in trajectories]),
-            PROMPT_GROUPS: torch.tensor([trajectory.group_index for trajectory in trajectories]),
-            STORED_ROWS: rows,
-        }
-    )
+    return {STORED_ROWS: rows, NUM_WRITTEN: torch.tensor([trajectory.response_length for trajectory in trajectories])}

@@ -25,17 +25,15 @@ from nemo_rl.data.packing import (
     Packed,
     TokenBudget,
     column_of,
-    find_prefixes,
     plan_microbatches,
     plan_prefixes,
 )
 from nemo_rl.data.routed_experts import ROUTED_EXPERTS
-from nemo_rl.data.stored_rows import NUM_STALE, NUM_WRITTEN, STORED_ROWS, TOKEN_KEYS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.models.batch_rows import BatchRows
 from nemo_rl.utils.errors import ConfigError, DataError
 
 SCORING_KEYS = ("input_ids", "input_lengths")
-_STORED_SCORING_KEYS = ("input_lengths", "sample_mask", STORED_ROWS, NUM_STALE, PROMPT_GROUPS)
 _OF_SCALAR_HEADS = ("score", "get_values")
 """Methods of `Policy` that need a scalar head."""
 _MASKS = ("token_mask", "sample_mask")
@@ -118,7 +116,7 @@ def shard_batch(
         multiple = num_shards * strategy.size
     filled = with_filler_rows(data, -num_rows % multiple)
     lengths = filled["input_lengths"].tolist()
-    prefixes = find_prefixes(filled) if shares_prompts else Prefixes.alone(filled.size)
+    prefixes = BatchRows.of(filled).prefixes() if shares_prompts else Prefixes.alone(filled.size)
     if group_size == 1 and isinstance(strategy, Packed):
         plan = plan_prefixes(prefixes, lengths, num_shards, strategy)
     else:
@@ -198,11 +196,8 @@ def _check_divides(rows: int, size: int, allow_partial: bool) -> None:
 
 def count_valid(batch: BatchedDataDict[Any]) -> tuple[float, float]:
     """Count valid sequences and valid target tokens of a global batch, the denominators of losses."""
-    sample_mask = batch["sample_mask"].double()
-    if STORED_ROWS in batch:
-        return sample_mask.sum().item(), (batch[NUM_WRITTEN].double() * sample_mask).sum().item()
-    tokens = batch["token_mask"][:, 1:].double() * sample_mask[:, None]
-    return sample_mask.sum().item(), tokens.sum().item()
+    weights_B = batch["sample_mask"].double()
+    return weights_B.sum().item(), (BatchRows.of(batch).num_written() * weights_B).sum().item()
 
 
 def require_keys(data: BatchedDataDict[Any], keys: Sequence[str], purpose: str) -> None:
@@ -211,8 +206,7 @@ def require_keys(data: BatchedDataDict[Any], keys: Sequence[str], purpose: str) 
     Raises:
         DataError: keys are missing; the message names them and those that the batch has.
     """
-    stored = TOKEN_KEYS if STORED_ROWS in data else ()
-    missing = [key for key in keys if key not in data and key not in stored]
+    missing = [key for key in keys if key not in data and key not in BatchRows.of(data).STORED]
     if missing:
         raise DataError(f"{purpose} needs the keys {missing}; the batch has {sorted(data)}.")
 
@@ -240,8 +234,8 @@ def scoring_rows(method: str, data: BatchedDataDict[Any], config: PolicyConfig) 
             f"Policy.{method} needs a scalar head (reward_model_cfg.enabled=true); this is a language model."
         )
     replayed = (ROUTED_EXPERTS,) if config.router_replay.enabled else ()
-    optional = _STORED_SCORING_KEYS if STORED_ROWS in data else (*SCORING_KEYS, PROMPT_GROUPS, ROW_INPUTS, *replayed)
-    wanted: BatchedDataDict[Any] = BatchedDataDict({key: data[key] for key in optional if key in data})
+    scored = (*BatchRows.of(data).SCORED, *replayed)
+    wanted: BatchedDataDict[Any] = BatchedDataDict({key: data[key] for key in scored if key in data})
     wanted.check_rows()
     return wanted
 

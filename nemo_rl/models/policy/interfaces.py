@@ -6,9 +6,9 @@ from typing import Any, Protocol, TypedDict
 
 from torch import Tensor
 
-from nemo_rl.data.stored_rows import StoredScores
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.losses.loss_function import AnyLossFunction
+from nemo_rl.models.batch_rows import StoredScores
 
 type KeptScores = tuple[list[StoredScores | None], Tensor]
 """Result of `keep_logprobs`: places of the scores of B rows, and `losses.divergence.sequence_errors` `[B]` float32."""
@@ -68,9 +68,7 @@ class ScoringModel(Protocol):
     ) -> BatchedDataDict[TopkLogitsOutputSpec]:
         """Return the k largest logits after every token, and their ids."""
 
-    def keep_logprobs(
-        self, data: BatchedDataDict[Any], *, of_reference: bool = False
-    ) -> tuple[list[StoredScores | None], Tensor]:
+    def keep_logprobs(self, data: BatchedDataDict[Any], *, of_reference: bool = False) -> KeptScores:
         """Score stored rows, and leave the scores in the object store."""
 
 

@@ -5,9 +5,10 @@ Call a policy's ranks, one thread at a time, with a deadline from `cluster.timeo
 Invariant: all ranks get calls in the same order, and a thread that holds the ranks, such as a weight stream, never sees
 half-updated weights.
 
-Log-probabilities of stored rows, which stay in the object store like the rows. rank: with_tokens ─► scores ─► keep ─►
-object store ─────────────────► rank: with_tokens                                  └► references, errors ─► driver:
-of_rows ─┘
+Log-probabilities of stored rows stay in the object store like the rows:
+
+    rank: whole ─► scores ─► keep ─► object store ──────────────────────────────► rank: whole
+                              └────► references, errors ─► driver: of_rows ─────────┘
 
 Make a loss that is defined in a user's own file usable in the workers. Classes are pickled as "module and name", so a
 worker has to import the module. It can import installed packages, but not a file next to a script on another node.
@@ -32,17 +33,16 @@ from ray.exceptions import RayError
 from torch import Tensor
 
 from nemo_rl.config import TimeoutsConfig
-from nemo_rl.data.stored_rows import StoredScores
 from nemo_rl.distributed.named_sharding import REPLICATED_AXES
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.worker_groups import MultiWorkerFuture, RayWorkerGroup
 from nemo_rl.losses.loss_function import AnyLossFunction
+from nemo_rl.models.batch_rows import Kept, StoredScores
 from nemo_rl.models.policy.batching import ShardedBatch
 from nemo_rl.models.policy.interfaces import TrainResult
 from nemo_rl.models.policy.workers.costs import PassCosts, PassKind, WorkCount
 from nemo_rl.models.policy.workers.loss_calls import join_updates, reduce_metrics
 from nemo_rl.models.policy.workers.rank import UpdateResult
-from nemo_rl.models.policy.workers.scoring import Kept
 from nemo_rl.models.training.tensor_checks import listed
 from nemo_rl.utils.errors import DeadlineExceededError, NemoRLError
 

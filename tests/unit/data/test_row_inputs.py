@@ -11,9 +11,9 @@ from nemo_rl.algorithms.rollout.batches import build_training_batch
 from nemo_rl.data.collate_fn import feedback_collate_fn, preference_collate_fn, rl_collate_fn, sft_collate_fn
 from nemo_rl.data.messages.conversations import cut_to_stub
 from nemo_rl.data.model_rows import RowInput, RowInputs, completed, forward_arguments, position_ids
-from nemo_rl.data.packing import find_prefixes
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.trajectory import Trajectory
+from nemo_rl.models.batch_rows import BatchRows
 from nemo_rl.utils.errors import DataError
 
 pytestmark = pytest.mark.fast
@@ -129,8 +129,8 @@ def test_rows_with_inputs_share_no_prompt():
     ids = torch.arange(20).repeat(2, 1)
     ids[1, 15:] += 1
     rows = BatchedDataDict(input_ids=ids, input_lengths=torch.tensor([20, 20]))
-    assert find_prefixes(rows).shared == [0, 14]
-    assert find_prefixes(BatchedDataDict(rows | {"row_inputs": [pixels(1)] * 2})).is_flat
+    assert BatchRows.of(rows).prefixes().shared == [0, 14]
+    assert BatchRows.of(BatchedDataDict(rows | {"row_inputs": [pixels(1)] * 2})).prefixes().is_flat
 
 
 def test_trajectories_bring_their_inputs_into_the_training_batch():

@@ -12,12 +12,11 @@ import ray
 import torch
 from rollout_parts import LetterTokenizer
 
-from nemo_rl.algorithms.rollout.batches import age, age_metrics, build_training_batch, mark_stale
+from nemo_rl.algorithms.rollout.batches import age, age_metrics, build_training_batch, num_stale_tokens
 from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.commands.regrade.replay import replay
 from nemo_rl.commands.regrade.stored_samples import read_samples
 from nemo_rl.config import RewardPenaltyConfig
-from nemo_rl.data.stored_rows import NUM_STALE, STORED_ROWS, with_tokens
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.branches import Branch
 from nemo_rl.experience.metrics import rollout_metrics
@@ -29,6 +28,7 @@ from nemo_rl.experience.runners.stored import located, messages_of, split, whole
 from nemo_rl.experience.trajectory import Rollouts, Trajectory
 from nemo_rl.experience.trajectory_log import TrajectoryLog
 from nemo_rl.files.safe_load import is_plain
+from nemo_rl.models.batch_rows import BatchRows, StoredRows, stale_tokens
 from nemo_rl.models.generation.interfaces import ResponseSoFar, VersionSpan
 from nemo_rl.models.policy.batching import global_batches
 from nemo_rl.utils.errors import DataError
@@ -162,9 +162,9 @@ def test_a_sample_is_as_old_as_its_oldest_conversation(samples: list[Trajectory]
     assert [age(each, 4) for each in samples] == [0, 1, 0]
     assert age_metrics(samples, 4) == {"avg_trajectory_age": 1 / 3, "max_trajectory_age": 1.0}
     batch = build_training_batch(samples, 0, mask_truncated=False)
-    stale_BT = mark_stale(batch, samples, 4)
-    assert stale_BT is not None and stale_BT.shape == batch["token_mask"].shape
-    assert (stale_BT & (batch["token_mask"] > 0)).sum(1).tolist() == [0, 0, 1, 0, 0]
+    num_stale_B = num_stale_tokens(samples, 4)
+    assert num_stale_B is not None and num_stale_B.tolist() == [0, 0, 5, 0, 0]
+    assert (stale_tokens(batch, num_stale_B) & (batch["token_mask"] > 0)).sum(1).tolist() == [0, 0, 1, 0, 0]
 
 
 def test_an_update_has_the_rows_of_its_samples(samples: list[Trajectory]) -> None:
@@ -211,12 +211,12 @@ def test_stored_rows_are_the_rows(samples: list[Trajectory], store: dict[str, An
     dense = build_training_batch(samples, 0, mask_truncated=False)
     light_samples = in_store(samples, store)
     light = build_training_batch(light_samples, 0, mask_truncated=False)
-    assert STORED_ROWS in light
-    tensors = with_tokens(light)
+    assert isinstance(BatchRows.of(light), StoredRows)
+    tensors = BatchRows.of(light).whole()
     assert set(tensors) == set(dense)
     assert all(torch.equal(tensors[name], dense[name]) for name in dense)
-    mark_stale(light, light_samples, 4)
-    assert light[NUM_STALE].tolist() == [0, 0, 5, 0, 0]
+    num_stale_B = num_stale_tokens(light_samples, 4)
+    assert num_stale_B is not None and num_stale_B.tolist() == [0, 0, 5, 0, 0]
     assert rollout_metrics(light_samples) == rollout_metrics(samples)
     assert [messages_of(row) for row in rows_of(light_samples)] == [row.turns for row in rows_of(samples)]
     for found, expected in zip(whole(light_samples), samples, strict=True):

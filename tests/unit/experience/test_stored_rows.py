@@ -13,22 +13,21 @@ import torch
 
 from nemo_rl.algorithms.credit.advantages import make_advantage_estimator
 from nemo_rl.algorithms.grpo import CreditAssignment
-from nemo_rl.algorithms.rollout.batches import build_training_batch, mark_stale, num_counted_samples
+from nemo_rl.algorithms.rollout.batches import build_training_batch, num_stale_tokens
 from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.algorithms.scoring import PolicyScoring
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig, PolicyConfig
-from nemo_rl.data.packing import FixedSize, find_prefixes
+from nemo_rl.data.packing import FixedSize
 from nemo_rl.data.routed_experts import ROUTED_EXPERTS, note_experts
-from nemo_rl.data.stored_rows import SCORE_KEYS, STORED_ROWS, stale_of, with_tokens
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.metrics import rollout_metrics
 from nemo_rl.experience.runners.groups import GroupError, for_driver
 from nemo_rl.experience.runners.stored import messages_of, split, whole
 from nemo_rl.experience.trajectory import Outcome, Rollouts, Trajectory
+from nemo_rl.models.batch_rows import SCORE_KEYS, STORED_ROWS, BatchRows, StoredRows
 from nemo_rl.models.generation.interfaces import VersionSpan
 from nemo_rl.models.policy.batching import count_valid, scoring_rows, shard_batch
 from nemo_rl.models.policy.rank_calls import of_rows
-from nemo_rl.models.policy.workers.scoring import keep
 
 PAD = 9
 PAD_T = torch.tensor([PAD])
@@ -110,15 +109,16 @@ def test_a_rank_gets_the_tensors_of_the_driver_bit_for_bit(groups: list[list[Tra
     dense, dense_metrics = credited([each for group in groups for each in group])
     light, light_metrics = credited(stored(groups, store))
     assert STORED_ROWS in light and "input_ids" not in light
-    whole = with_tokens(light)
+    whole = BatchRows.of(light).whole()
     assert set(whole) == set(dense)
     for name, tensor in dense.items():
         assert whole[name].dtype == tensor.dtype
         assert torch.equal(whole[name], tensor), name
     assert light_metrics == pytest.approx(dense_metrics, rel=1e-6)
     assert count_valid(light) == count_valid(dense)
-    assert num_counted_samples(light) == num_counted_samples(dense) == 5
-    assert find_prefixes(light) == find_prefixes(dense)
+    counted = [BatchRows.of(batch).counted().tolist() for batch in (light, dense)]
+    assert counted[0] == counted[1] and sum(counted[0]) == 5
+    assert BatchRows.of(light).prefixes() == BatchRows.of(dense).prefixes()
 
 
 def test_experts_of_tokens_are_stored_with_them(groups: list[list[Trajectory]], store: Store) -> None:
@@ -127,7 +127,7 @@ def test_experts_of_tokens_are_stored_with_them(groups: list[list[Trajectory]], 
         note_experts(each.message_log, np.arange(12 * each.length).reshape(-1, 3, 4).astype(np.int16) + number)
     dense = build_training_batch([each for group in groups for each in group], PAD, mask_truncated=False)
     summaries = stored(groups, store)
-    light = with_tokens(build_training_batch(summaries, PAD, mask_truncated=False))
+    light = BatchRows.of(build_training_batch(summaries, PAD, mask_truncated=False)).whole()
     experts = dense[ROUTED_EXPERTS]
     assert experts.dtype == torch.int16 and experts.shape == (*dense["input_ids"].shape, 3, 4)
     assert torch.equal(light[ROUTED_EXPERTS], experts)
@@ -157,9 +157,9 @@ def test_what_rows_share_does_not_depend_on_the_objects_that_hold_them(
         assert summary.stored is not None
         summary.stored = replace(summary.stored, rows=rows)  # type: ignore[arg-type]
     of_one_object, _ = credited(together)
-    expected = find_prefixes(dense)
+    expected = BatchRows.of(dense).prefixes()
     assert [shared > 0 for shared in expected.shared] == [False, True, True, False, True, True]
-    assert find_prefixes(apart) == find_prefixes(of_one_object) == expected
+    assert BatchRows.of(apart).prefixes() == BatchRows.of(of_one_object).prefixes() == expected
 
 
 class Scorer:
@@ -180,8 +180,8 @@ class Scorer:
         sharded = shard_batch(rows, 2, FixedSize(2))
         kept = []
         for part in sharded.data:
-            whole_rows, stale_BT = with_tokens(part), None if of_reference else stale_of(part)
-            kept.append(keep(whole_rows, self._scores(whole_rows, 2.0 if of_reference else 1.0), stale_BT))
+            whole_rows = BatchRows.of(part).whole()
+            kept.append(StoredRows(part).keep(whole_rows, self._scores(whole_rows, 2.0 if of_reference else 1.0)))
         return of_rows(sharded, kept)
 
 
@@ -216,17 +216,16 @@ def test_scores_of_stored_rows_are_those_of_rows_in_the_driver(
     found = []
     for trajectories in (samples, stored(groups, store)):
         batch = build_training_batch(trajectories, PAD, mask_truncated=False)
-        stale_BT = mark_stale(batch, trajectories, version=4)
-        metrics = stage.apply(StepBatch(batch, trajectories, stale_BT=stale_BT))
-        found.append((with_tokens(batch), metrics, batch))
+        num_stale_B = num_stale_tokens(trajectories, version=4)
+        metrics = stage.apply(StepBatch(batch, trajectories, num_stale_B=num_stale_B))
+        found.append((BatchRows.of(batch).whole(), metrics, batch))
     (dense, dense_metrics, _), (light, light_metrics, light_batch) = found
     assert light_metrics == dense_metrics
     assert set(light) == set(dense)
     assert not any(name in light_batch and torch.is_tensor(light_batch[name]) for name in SCORE_KEYS)
     for name, tensor in dense.items():
-        written = dense["token_mask"] if name == "prev_logprobs" else 1
         lengths = torch.arange(tensor.shape[1])[None] < dense["input_lengths"][:, None] if tensor.ndim == 2 else 1
-        assert torch.equal(light[name] * written * lengths, tensor * written * lengths), name
+        assert torch.equal(light[name] * lengths, tensor * lengths), name
 
 
 def test_tokens_go_back_into_trajectories(groups: list[list[Trajectory]], store: Store) -> None:
@@ -250,7 +249,7 @@ def test_ranks_get_their_rows_and_fillers_that_do_not_count(groups: list[list[Tr
     light, _ = credited(stored(groups, store))
     expected, found = (shard_batch(batch, 2, FixedSize(4)).data for batch in (dense, light))
     for rank_dense, rank_light in zip(expected, found, strict=True):
-        whole = with_tokens(rank_light)
+        whole = BatchRows.of(rank_light).whole()
         for name in ("input_lengths", "sample_mask", "token_mask", "advantages", "generation_logprobs"):
             counted = rank_dense["sample_mask"][:, None] if rank_dense[name].ndim == 2 else 1
             assert torch.equal(whole[name] * counted, rank_dense[name] * counted), name

@@ -30,7 +30,6 @@ from transformers.utils import logging as transformers_logging
 
 from nemo_rl.config import PolicyConfig, row_length_multiple
 from nemo_rl.data.routed_experts import ROUTED_EXPERTS
-from nemo_rl.data.stored_rows import with_tokens
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.ranks.process_group import destroy_process_group, init_process_group
@@ -39,6 +38,7 @@ from nemo_rl.host.boundary import in_background
 from nemo_rl.host.capacity import usable_cores
 from nemo_rl.host.device import device_for
 from nemo_rl.losses.loss_function import AnyLossFunction, LossMetrics
+from nemo_rl.models.batch_rows import BatchRows
 from nemo_rl.models.policy.workers.costs import PassCosts, pass_costs
 from nemo_rl.models.policy.workers.loss_calls import call_loss, input_builder, reduce_metrics
 from nemo_rl.models.policy.workers.scoring import ScoringWorker
@@ -177,7 +177,7 @@ class PolicyWorker(ScoringWorker):
         self, data: BatchedDataDict[Any], sizes: Sequence[int], loss_fn: AnyLossFunction
     ) -> tuple[list[BatchedDataDict[Any]], list[ModelInputs]]:
         """Return the microbatches, and their inputs as the loss wants them."""
-        microbatches = list(split_rows(with_tokens(data), sizes))
+        microbatches = list(split_rows(BatchRows.of(data).whole(), sizes))
         build = input_builder(loss_fn)
         inputs = [build(rows, self._layout, self.backend.device) for rows in microbatches]
         for rows in microbatches:

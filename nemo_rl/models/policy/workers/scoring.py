@@ -6,17 +6,15 @@ of the backend.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_rl.data.stored_rows import stale_of, with_tokens
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_logprobs import TopK
 from nemo_rl.host.device import device_for, to_host
-from nemo_rl.losses.divergence import sequence_errors
+from nemo_rl.models.batch_rows import BatchRows, Kept, StoredRows
 from nemo_rl.models.huggingface.layers import recorded_outputs
 from nemo_rl.models.training.inputs import (
     InputLayout,
@@ -27,40 +25,6 @@ from nemo_rl.models.training.inputs import (
     split_rows,
 )
 from nemo_rl.models.training.interfaces import PolicyBackend
-
-if TYPE_CHECKING:
-    import ray
-
-
-class Kept(NamedTuple):
-    """Scores of the b rows of a rank."""
-
-    scores: "ray.ObjectRef[Any]"
-    """Reference of `[N]` float32, end to end."""
-    starts: list[int]
-    """Position of each row."""
-    errors_B: Tensor
-    """`[b]` float32, `sequence_errors` of the rows."""
-
-
-def keep(rows: BatchedDataDict[Any], scores_BT: Tensor, stale_BT: Tensor | None) -> Kept:
-    """Put the scores of a rank's rows into the object store.
-
-    Args:
-        rows: the rows with their tokens.
-        scores_BT: `[b, T]` float32.
-        stale_BT: `[b, T]` bool, tokens that get the log-probabilities of the engine instead; None if there are none.
-    """
-    import ray  # deferred: see `stored_rows.fetched`
-
-    sampled_BT, counted_BT = rows["generation_logprobs"], rows["token_mask"] * rows["sample_mask"][:, None]
-    if stale_BT is not None:
-        scores_BT = torch.where(stale_BT, sampled_BT, scores_BT)
-    errors_B = sequence_errors(scores_BT[:, 1:], sampled_BT[:, 1:], counted_BT[:, 1:])
-    lengths = rows["input_lengths"].tolist()
-    flat = np.concatenate([row[:length] for row, length in zip(scores_BT.numpy(), lengths, strict=True)])
-    starts = np.cumsum([0, *lengths[:-1]]).tolist()
-    return Kept(ray.put(flat), starts, errors_B)
 
 
 class ScoringWorker:
@@ -100,7 +64,7 @@ class ScoringWorker:
         Returns:
             `[b, T]` float32 on the CPU; position t has the value of the tokens before t, position 0 and padding are 0.
         """
-        return self._of_tokens(with_tokens(data), sizes)
+        return self._of_tokens(BatchRows.of(data).whole(), sizes)
 
     def shares_prompts(self) -> bool:
         """Return whether this rank's packed rows may have one copy of the tokens that they share."""
@@ -168,9 +132,10 @@ class ScoringWorker:
 
     def keep_logprobs(self, data: BatchedDataDict[Any], sizes: Sequence[int], of_reference: bool) -> Kept | None:
         """Score stored rows, and leave the scores in the object store; None if another rank returns them."""
-        rows = with_tokens(data)
+        stored = StoredRows(data)
+        rows = stored.whole()
         scores = self.get_reference_policy_logprobs(rows, sizes) if of_reference else self.get_logprobs(rows, sizes)
-        return keep(rows, scores, None if of_reference else stale_of(data)) if self._gives_scores else None
+        return stored.keep(rows, scores) if self._gives_scores else None
 
     def _of_tokens(self, data: BatchedDataDict[Any], sizes: Sequence[int]) -> Tensor:
         """Return what the model gives for every token that has a predecessor, `[b, T]`."""

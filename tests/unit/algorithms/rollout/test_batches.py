@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from nemo_rl.algorithms.credit.advantages import make_advantage_estimator
 from nemo_rl.algorithms.credit.reward_shaping import scale_rewards
 from nemo_rl.algorithms.grpo import CreditAssignment
-from nemo_rl.algorithms.rollout.batches import build_training_batch, mask_mismatched_sequences
+from nemo_rl.algorithms.rollout.batches import build_training_batch, mask_sequences
 from nemo_rl.algorithms.rollout.source import DynamicSampling, Group
 from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.algorithms.scoring import PolicyScoring
@@ -19,6 +20,7 @@ from nemo_rl.config import ClippedPGLossConfig, GRPOConfig, RewardScalingConfig
 from nemo_rl.data.streams.prompt_stream import DataExhausted
 from nemo_rl.experience.trajectory import Outcome, Trajectory
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
+from nemo_rl.models.batch_rows import BatchRows
 from nemo_rl.utils.errors import NothingToLearnError
 
 pytestmark = pytest.mark.fast
@@ -115,13 +117,18 @@ def test_scaling_and_shaping_change_advantages_but_not_the_reward_metric() -> No
     assert [t.reward for t in trajectories] == [1.0, 0.0]
 
 
-def scored(*errors: float) -> Any:
-    """A batch of samples of three tokens, the first of which the trainer gives e^error times the engine's p."""
-    trajectories = [make_trajectory(0, 1.0) for _ in errors]
-    batch = build_training_batch(trajectories, 0, mask_truncated=False)
-    batch["prev_logprobs"] = batch["generation_logprobs"].clone()
-    batch["prev_logprobs"][:, 2] += torch.tensor(errors)
-    return batch
+def samples_of(num_samples: int) -> Any:
+    """A batch of samples of three tokens."""
+    return build_training_batch([make_trajectory(0, 1.0) for _ in range(num_samples)], 0, mask_truncated=False)
+
+
+def masked(batch: Any, errors: list[float], rewards: list[float | None], threshold: float | None) -> dict[str, float]:
+    """Mask rows, of which the trainer gives the first token e^error times the engine's p."""
+    prev_BT = batch["generation_logprobs"].clone()
+    prev_BT[:, 2] += torch.tensor(errors)
+    prev_BT[:, 0] = -200.0  # the prompt's, which do not count, may overflow
+    policy: Any = SimpleNamespace(get_logprobs=lambda _: {"logprobs": prev_BT})
+    return mask_sequences(batch, BatchRows.of(batch).score(policy), rewards, threshold)
 
 
 def error_metrics(largest: float, smallest: float, mean: float, suffix: str = "") -> dict[str, float]:
@@ -131,8 +138,8 @@ def error_metrics(largest: float, smallest: float, mean: float, suffix: str = ""
 
 def test_sequences_whose_probabilities_disagree_are_masked() -> None:
     """Samples of three tokens with a mean of (e^x + 2) / 3; of the two beyond 2 one has a positive reward."""
-    batch = scored(0.0, 3.0, 2.0, 0.5)
-    metrics = mask_mismatched_sequences(batch, [1.0, 0.5, 0.0, None], threshold=2.0)
+    batch = samples_of(4)
+    metrics = masked(batch, [0.0, 3.0, 2.0, 0.5], [1.0, 0.5, 0.0, None], threshold=2.0)
     none, three, two, half = ((math.exp(x) + 2) / 3 for x in (0.0, 3.0, 2.0, 0.5))
     assert batch["sample_mask"].tolist() == [1, 0, 0, 1]
     assert metrics == pytest.approx(
@@ -148,12 +155,11 @@ def test_sequences_whose_probabilities_disagree_are_masked() -> None:
 
 def test_errors_of_sequences_are_means_over_samples_with_a_token_that_counts() -> None:
     """One sample of four is masked already and one has no token: a mean over all of them would be below 1."""
-    batch = scored(1.0, 0.0, 5.0, 5.0)
+    batch = samples_of(4)
     batch["sample_mask"][2] = 0
     batch["token_mask"][3] = 0
-    batch["prev_logprobs"][:, 0] = -200.0  # the prompt's, which do not count, may overflow
     first = (math.exp(1.0) + 2) / 3
-    metrics = mask_mismatched_sequences(batch, [1.0] * 4, threshold=None)
+    metrics = masked(batch, [1.0, 0.0, 5.0, 5.0], [1.0] * 4, threshold=None)
     expected = error_metrics(first, 1.0, (first + 1) / 2) | error_metrics(first, 1.0, (first + 1) / 2, "_after_mask")
     assert metrics == pytest.approx(expected | {"num_masked_seqs": 0.0, "masked_correct_pct": 0.0}, rel=1e-6)
     assert batch["sample_mask"].tolist() == [1, 1, 0, 1]
@@ -161,11 +167,11 @@ def test_errors_of_sequences_are_means_over_samples_with_a_token_that_counts() -
 
 @pytest.mark.parametrize("threshold", [None, 1.5])
 def test_errors_of_no_sequence_are_zero(threshold: float | None) -> None:
-    batch = scored(1.0, 2.0)
+    batch = samples_of(2)
     batch["sample_mask"][:] = 0
-    metrics = mask_mismatched_sequences(batch, [1.0, 1.0], threshold)
+    metrics = masked(batch, [1.0, 2.0], [1.0, 1.0], threshold)
     assert len(metrics) == 8 and not any(metrics.values())
-    beyond = mask_mismatched_sequences(scored(3.0, 4.0), [0.0, 0.0], 1.5)
+    beyond = masked(samples_of(2), [3.0, 4.0], [0.0, 0.0], 1.5)
     assert beyond["num_masked_seqs"] == 2
     assert {value for name, value in beyond.items() if name.endswith("_after_mask")} == {0.0}
 

@@ -75,7 +75,7 @@ def batches(source: Any, stream: Any, folder: Path, version: int = 5, samples_pe
     nothing = SimpleNamespace(
         ensure_fresh=lambda: None, before_training=lambda: None, last_sync={}, weight_version=version
     )
-    probe: Any = SimpleNamespace(check=lambda batch, stale_BT: None)
+    probe: Any = SimpleNamespace(check=lambda batch, num_stale_B: None)
     refitter: Any = nothing
     log, idle = TrajectoryLog(folder, enabled=True), IdleShares(lambda: BusySeconds([], 0.0))
     return RolloutBatches(
@@ -96,7 +96,7 @@ def test_a_step_counts_samples_and_trains_rows(tmp_path: Path) -> None:
     batch = source.next_batch(1, lambda name: nullcontext())
     assert len(batch.trajectories) == 4 and len(batch.rows) == batch.tensors.size == 8
     assert (batch.num_prompts, batch.rows_per_update) == (2, [4, 4])
-    assert batch.stale_BT is not None and batch.stale_BT.shape == (8, 4)
+    assert batch.num_stale_B is not None and batch.num_stale_B.shape == (8,)
     expected = {"num_samples": 4, "reward": 1.25, "num_rows": 8, "mean_branches_per_sample": 1, "avg_trajectory_age": 1}
     assert {name: batch.metrics[name] for name in expected} == expected
     assert batch.metrics["num_discarded_tokens"] == 3 + 3 * 2 + 3

@@ -15,7 +15,6 @@ from nemo_rl.algorithms.rollout.batches import (
     build_training_batch,
     check_staleness,
     num_stale_tokens,
-    stale_tokens,
 )
 from nemo_rl.algorithms.rollout.refit import Refitter
 from nemo_rl.algorithms.rollout.source import DynamicSampling, Group, SampledGroups
@@ -26,6 +25,7 @@ from nemo_rl.algorithms.scoring import PolicyScoring, corrects_staleness, policy
 from nemo_rl.config import load_config
 from nemo_rl.data.streams.prompt_stream import PromptPosition
 from nemo_rl.experience.trajectory import Outcome, Trajectory
+from nemo_rl.models.batch_rows import stale_tokens
 from nemo_rl.models.generation.interfaces import VersionSpan
 from nemo_rl.weight_sync.transport import TransportSpec
 
@@ -44,17 +44,23 @@ def sampled(*spans: tuple[int, int]) -> Trajectory:
     return Trajectory(0, 0, 0, "math", log, 2, reward=1.0, weight_versions=versions)
 
 
+def stale(rollouts: list[Trajectory], version: int, *, mixes_weights: bool = False) -> torch.Tensor:
+    """Return which tokens of a batch are stale."""
+    num_stale_B = num_stale_tokens(rollouts, version, mixes_weights=mixes_weights)
+    assert num_stale_B is not None
+    return stale_tokens(build_training_batch(rollouts, 0, mask_truncated=False), num_stale_B)
+
+
 def test_tokens_are_stale_from_the_span_of_an_older_version_to_the_next_span() -> None:
-    stale_BT = stale_tokens([sampled((2, 3), (4, 4), (6, 5)), sampled((2, 5), (6, 5))], 5)
-    assert stale_BT is not None
+    stale_BT = stale([sampled((2, 3), (4, 4), (6, 5)), sampled((2, 5), (6, 5))], 5)
     assert stale_BT.int().tolist() == [[0, 0, 1, 1, 1, 1, 0, 0], [0] * 8]
-    assert stale_tokens([sampled((2, 5), (6, 5)), sampled()], 5) is None
+    assert num_stale_tokens([sampled((2, 5), (6, 5)), sampled()], 5) is None
+    assert stale([sampled((2, 5), (6, 4))], 5).int().tolist() == [[0, 0, 1, 1, 1, 1, 1, 1]], "up to the last stale one"
 
 
 def test_tokens_drawn_with_keys_and_values_of_older_weights_are_stale() -> None:
     rollouts = [sampled((2, 3), (4, 4), (6, 5)), sampled((2, 5), (6, 5))]
-    stale_BT = stale_tokens(rollouts, 5, mixes_weights=True)
-    assert stale_BT is not None
+    stale_BT = stale(rollouts, 5, mixes_weights=True)
     assert stale_BT.int().tolist() == [[0, 0, 1, 1, 1, 1, 1, 1], [0] * 8]
     for mixes_weights, ends in ((False, [6, 0]), (True, [8, 0])):
         found = num_stale_tokens(rollouts, 5, mixes_weights=mixes_weights)
@@ -83,7 +89,7 @@ def scored(version: int, corrects: bool = False, needs_prev: bool = False) -> tu
     """A batch of two trajectories that is scored by a policy of some version."""
     rollouts = [sampled((2, 3), (6, 3)), sampled((2, 3), (6, 4))]
     tensors = build_training_batch(rollouts, 0, mask_truncated=False)
-    batch = StepBatch(tensors, rollouts, stale_BT=stale_tokens(rollouts, version))
+    batch = StepBatch(tensors, rollouts, num_stale_B=num_stale_tokens(rollouts, version))
     scorer = Scorer()
     PolicyScoring(scorer, needs_prev, False, None, corrects).apply(batch)  # type: ignore[arg-type]
     return scorer, batch
@@ -134,7 +140,7 @@ def test_errors_of_sequences_are_logged_where_they_are_measured(
 ) -> None:
     rollouts = [sampled((2, 3), (6, 3)), sampled((2, 3), (6, 4))]
     tensors = build_training_batch(rollouts, 0, mask_truncated=False)
-    batch = StepBatch(tensors, rollouts, stale_BT=stale_tokens(rollouts, version))
+    batch = StepBatch(tensors, rollouts, num_stale_B=num_stale_tokens(rollouts, version))
     metrics = PolicyScoring(Scorer(), True, False, None, corrects).apply(batch)  # type: ignore[arg-type]
     names = {f"{kind}_seq_mult_prob_error" for kind in ("min", "mean", "max")}
     assert (names <= metrics.keys()) is is_measured and "num_masked_seqs" in metrics
@@ -180,9 +186,9 @@ def test_the_probe_compares_tokens_of_the_current_weights_only() -> None:
     policy = SimpleNamespace(get_logprobs=lambda batch: calls.append(batch) or right)
     engines = SimpleNamespace(membership=1)
     probe = SyncProbe(policy, engines, None, 1.05, timeout_s=1.0, precision="float32")  # type: ignore[arg-type]
-    probe.check(tensors, torch.ones(1, 8, dtype=torch.bool))
+    probe.check(tensors, torch.tensor([8]))
     assert calls == [], "a batch without fresh tokens says nothing about the engines"
-    probe.check(tensors, stale_tokens(rollouts, 4))
+    probe.check(tensors, num_stale_tokens(rollouts, 4))
     probe.check(tensors, None)
     assert len(calls) == 1, "these engines are proven"
     assert tensors["token_mask"].sum() == 5, "the batch itself is not changed"
@@ -263,7 +269,7 @@ def test_sampled_groups_travel_through_a_checkpoint(tmp_path: Any) -> None:
     assert found.weight_versions == sample.weight_versions
     pairs = zip(found.message_log, sample.message_log, strict=True)
     assert all(mine["token_ids"].equal(other["token_ids"]) for mine, other in pairs)
-    assert stale_tokens([found], 4) is not None
+    assert num_stale_tokens([found], 4) is not None
     assert prompts.next_batch().positions == [PromptPosition(0, 0), PromptPosition(0, 2)]
 
 

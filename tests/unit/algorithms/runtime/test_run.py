@@ -122,7 +122,7 @@ def batches_of(
         last_sync={"sync_s": 0.1},
         weight_version=weight_version,
     )
-    quiet: Any = SimpleNamespace(check=lambda batch, stale_BT: None, write_training=lambda *_: None)
+    quiet: Any = SimpleNamespace(check=lambda batch, num_stale_B: None, write_training=lambda *_: None)
     idle = IdleShares(lambda: BusySeconds([], 0.0))
     return RolloutBatches(
         rollouts=source,
@@ -277,7 +277,7 @@ def test_a_group_that_is_older_than_its_source_states_is_refused() -> None:
     prompts = make_prompts()
     source = batches_of(Old(prompts), prompts, weight_version=6)
     batch = source.next_batch(1, lambda name: nullcontext())
-    assert batch.stale_BT is not None and batch.stale_BT.tolist() == [[True]]
+    assert batch.num_stale_B is not None and batch.num_stale_B.tolist() == [1]
     assert (batch.metrics["avg_trajectory_age"], batch.metrics["max_trajectory_age"]) == (2.0, 2.0)
     with pytest.raises(ValueError, match=r"sampled 3 weight versions ago; its max_staleness is 2"):
         batches_of(Old(prompts), prompts, weight_version=7).next_batch(2, lambda name: nullcontext())

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl.data.common_prefixes import Prefixes
-from nemo_rl.data.packing import column_of, find_prefixes, prefixes_of
-from nemo_rl.data.stored_rows import STORED_ROWS, StoredRow, pack_rows, paths_of
+from nemo_rl.data.packing import column_of, prefixes_of
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.models.batch_rows import STORED_ROWS, BatchRows, StoredRow, pack_rows, paths_of
 
 pytestmark = pytest.mark.fast
 
@@ -103,9 +103,9 @@ def test_stored_rows_share_within_their_object() -> None:
         stored += [StoredRow(rows, n, 40, 0, path) for n, path in enumerate(paths_of(pack_rows(of_object)))]
     lengths = torch.tensor([31, 32, 30, 31, 32, 30, 1])
     batch = BatchedDataDict({STORED_ROWS: [*stored, stored[0]], "input_lengths": lengths})
-    found = pairs(find_prefixes(batch))
+    found = pairs(BatchRows.of(batch).prefixes())
     assert (found[1, 0], found[2, 0], found[2, 1]) == (29, 19, 19)
     assert (found[4, 3], found[5, 4]) == (29, 19)
     assert found[3, 0] == found[6, 0] == found[6, 1] == 0, "another object; a filler row, which is cut"
-    some = find_prefixes(batch.select_indices([2, 1, 6]))
+    some = BatchRows.of(batch.select_indices([2, 1, 6])).prefixes()
     assert pairs(some)[1, 0] == 19

@@ -11,9 +11,9 @@ from policy_helpers import policy_config, tiny_model
 from tiny_models import make_char_tokenizer
 
 from nemo_rl.config import TimeoutsConfig
-from nemo_rl.data.stored_rows import NUM_WRITTEN, STORED_ROWS, StoredRow, pack_rows, paths_of
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.models.batch_rows import NUM_WRITTEN, STORED_ROWS, StoredRow, pack_rows, paths_of
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.errors import ConfigError
 

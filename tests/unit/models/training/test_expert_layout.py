@@ -5,8 +5,9 @@ import pytest
 import torch
 from policy_helpers import random_batch
 
-from nemo_rl.data.packing import SHARED_PREFIXES, column_of, find_prefixes
+from nemo_rl.data.packing import SHARED_PREFIXES, column_of
 from nemo_rl.data.routed_experts import ROUTED_EXPERTS, experts_dtype, with_unreported
+from nemo_rl.models.batch_rows import BatchRows
 from nemo_rl.models.expert_routing import is_reported
 from nemo_rl.models.training.inputs import InputLayout, build_training_inputs
 
@@ -26,7 +27,7 @@ def test_each_token_has_its_experts(packed: bool, shared: bool) -> None:
     data[ROUTED_EXPERTS] = data[ROUTED_EXPERTS].contiguous()
     if shared:
         data[ROUTED_EXPERTS][0, :8] = -1  # another row of the group has them
-        data[SHARED_PREFIXES] = column_of(find_prefixes(data), range(4))
+        data[SHARED_PREFIXES] = column_of(BatchRows.of(data).prefixes(), range(4))
     inputs = build_training_inputs(data, InputLayout(packed, round_to=8), CPU)
     ids, experts = inputs.model_inputs["input_ids"], inputs.routed_experts
     assert experts is not None and experts.shape == (*ids.shape, 3, 2) and experts.dtype == torch.int8

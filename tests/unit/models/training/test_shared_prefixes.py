@@ -18,10 +18,11 @@ from policy_helpers import (
     tiny_model,
 )
 
-from nemo_rl.data.packing import SHARED_PREFIXES, column_of, find_prefixes
+from nemo_rl.data.packing import SHARED_PREFIXES, column_of
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_logprobs import TopK
 from nemo_rl.models.attention import AttentionPlan
+from nemo_rl.models.batch_rows import BatchRows
 from nemo_rl.models.dtensor.attention import register_varlen_attention, verify_shared_prompts
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
@@ -69,7 +70,7 @@ def groups_batch(seed: int = 0) -> BatchedDataDict[Any]:
 
 def sharing(data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
     """Return a microbatch with what its rows share, as the driver sends it."""
-    column = column_of(find_prefixes(data), range(data.size))
+    column = column_of(BatchRows.of(data).prefixes(), range(data.size))
     return BatchedDataDict(data.data | {SHARED_PREFIXES: column})
 
 
@@ -141,7 +142,7 @@ def test_a_group_that_fits_holds_its_prompt_once() -> None:
 def test_each_token_of_each_row_keeps_its_place_and_position_id(round_to) -> None:
     data = groups_batch()
     lengths = data["input_lengths"].tolist()
-    layout = share_prefixes(data["input_ids"], lengths, find_prefixes(data), round_to)
+    layout = share_prefixes(data["input_ids"], lengths, BatchRows.of(data).prefixes(), round_to)
     ids, positions = layout.model_inputs["input_ids"][0], layout.model_inputs["position_ids"][0]
     for row, length in enumerate(lengths):
         columns = torch.arange(length)
@@ -179,7 +180,7 @@ def test_rows_without_shared_prompts_equal_plain_packing_bit_for_bit() -> None:
 
 def test_parts_of_equal_size_take_one_call() -> None:
     data = groups_batch()
-    layout = share_prefixes(data["input_ids"], data["input_lengths"].tolist(), find_prefixes(data), 1)
+    layout = share_prefixes(data["input_ids"], data["input_lengths"].tolist(), BatchRows.of(data).prefixes(), 1)
     plan = layout.model_inputs["divided_row"].plan
     runs = plan.runs(sum(piece.keys for piece in plan.pieces))
     assert [(run.queries, run.keys, run.pieces) for run in runs] == [

@@ -1,0 +1,418 @@
+"""The rows of a batch, whether their tokens are in the batch or in Ray's object store.
+
+    in the batch   [B, T] tensors ──────────────────────────────────────────────► rank
+    stored         runner actor ─► pack_rows ─► object store ───────────────────► rank: whole ─► [b, T] tensors
+                        └────────► lengths, rewards ─► driver: `STORED_ROWS` ───────┘
+
+The driver plans with lengths, and log-probabilities that ranks compute of stored rows stay in the store too. Only this
+file and `experience.runners.stored`, which makes stored rows, know their columns; all other code asks `BatchRows.of`.
+Invariant: both kinds of rows give the same results, and `whole` makes the tensors that the driver would have made, bit
+for bit.
+"""
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, override
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nemo_rl.data.common_prefixes import Path, Prefixes
+from nemo_rl.data.model_rows import ROW_INPUTS
+from nemo_rl.data.packing import PROMPT_GROUPS
+from nemo_rl.data.routed_experts import ROUTED_EXPERTS, Experts, joined_experts, padded_experts
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.losses.divergence import sequence_errors
+from nemo_rl.utils.errors import DeadlineExceededError
+
+if TYPE_CHECKING:
+    import ray
+
+    from nemo_rl.models.policy.interfaces import ScoringModel
+
+STORED_ROWS = "stored_rows"
+"""Key of a batch: a list of B `StoredRow`s, in place of the tensors that `StoredRows.STORED` names."""
+NUM_WRITTEN = "num_written_tokens"
+"""Key of such a batch: `[B]` int64, tokens that the policy wrote."""
+_NUM_STALE = "num_stale_tokens"
+"""Key of such a batch while ranks score it: `num_stale_B` of `BatchRows.score`."""
+SCORE_KEYS = ("prev_logprobs", "reference_policy_logprobs")
+"""Keys that have a list of B `StoredScores` in such a batch, or None for a row whose scores are the engine's."""
+FETCH_S = 600.0
+"""Seconds to get the rows of a rank from the object store."""
+_NUM_COMPARED = 64
+"""Stored rows that are fetched to compare policy and engines."""
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """The tokens of some rows, end to end."""
+
+    ends: list[int]
+    """End of each row."""
+    token_ids: NDArray[np.int32]
+    """`[N]` int32."""
+    is_written: NDArray[np.bool_]
+    """`[N]` bool, tokens that the policy wrote."""
+    logprobs: NDArray[np.float32]
+    """`[N]` float32, the engine's log-probabilities; 0 where `is_written` is false."""
+    texts: NDArray[np.uint8]
+    """`[M]` uint8, a pickle of each row's messages without tokens, end to end; ranks do not read them."""
+    text_ends: list[int]
+    """End of each row's pickle."""
+    experts: Experts | None = None
+    """`[N, L, k]` as the key `routed_experts` of a batch; None if no engine reported experts."""
+
+    def start_of(self, index: int) -> int:
+        """Return the position of the first token of a row."""
+        return self.ends[index - 1] if index else 0
+
+    def messages_of(self, index: int) -> list[Any]:
+        """Return the messages of a row without tokens: `role` and `content`."""
+        start = self.text_ends[index - 1] if index else 0
+        messages: list[Any] = pickle.loads(self.texts[start : self.text_ends[index]])
+        return messages
+
+    def experts_of(self, index: int) -> Experts | None:
+        """Return the experts of a row, or None."""
+        return None if self.experts is None else self.experts[self.start_of(index) : self.ends[index]]
+
+
+@dataclass(frozen=True)
+class StoredScores:
+    """Log-probabilities of a row in the object store."""
+
+    scores: "ray.ObjectRef[NDArray[np.float32]]"
+    """Reference of `[N]` float32, the scores of some rows end to end."""
+    start: int
+    """Position of the row's first token there."""
+
+
+@dataclass(frozen=True)
+class StoredRow:
+    """A row in the object store."""
+
+    rows: "ray.ObjectRef[PackedRows]"
+    """Reference of its `PackedRows`."""
+    index: int
+    """Its place there."""
+    width: int
+    """Tokens of the longest row of the whole batch, T."""
+    pad_token_id: int
+    """Id written after the end of the row."""
+    path: Path
+    """Place of the row in the tree of the rows there."""
+
+    @staticmethod
+    def pack_list(rows: "Sequence[StoredRow]") -> "_Columns":
+        """Return what `tensor_transport.pack_tensors` pickles in place of a list of rows; unpickled, it is the list."""
+        return _Columns(rows)
+
+
+class _Columns:
+    """Rows as one list for each attribute; a reference that rows share is pickled once."""
+
+    def __init__(self, rows: Sequence[StoredRow]) -> None:
+        numbers: dict[Any, int] = {}
+        of_rows = [numbers.setdefault(row.rows, len(numbers)) for row in rows]
+        self._columns = (
+            list(numbers),
+            of_rows,
+            [row.index for row in rows],
+            [row.width for row in rows],
+            [row.pad_token_id for row in rows],
+            [row.path.place for row in rows],
+            [row.path.nodes for row in rows],
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rows_of_columns, self._columns
+
+
+def _rows_of_columns(references: Sequence[Any], numbers: Sequence[int], *columns: Sequence[Any]) -> list[StoredRow]:
+    return [
+        StoredRow(references[number], index, width, pad_token_id, Path(place, nodes))
+        for number, index, width, pad_token_id, place, nodes in zip(numbers, *columns, strict=True)
+    ]
+
+
+def pack_rows(message_logs: Sequence[Sequence[Any]]) -> PackedRows:
+    """Pack the messages of some rows; each has `token_ids` and, if the policy wrote it, `generation_logprobs`."""
+    messages = [message for log in message_logs for message in log]
+    lengths = [message["token_ids"].numel() for message in messages]
+    written = [message.get("generation_logprobs") for message in messages]
+    zeros = [torch.zeros(length) if each is None else each for each, length in zip(written, lengths, strict=True)]
+    texts = [pickle.dumps([{"role": each["role"], "content": each["content"]} for each in log]) for log in message_logs]
+    return PackedRows(
+        np.cumsum([sum(message["token_ids"].numel() for message in log) for log in message_logs]).tolist(),
+        torch.cat([message["token_ids"] for message in messages]).numpy().astype(np.int32),
+        np.repeat([each is not None for each in written], lengths),
+        torch.cat(zeros).numpy(),
+        np.frombuffer(b"".join(texts), dtype=np.uint8),
+        np.cumsum([len(text) for text in texts]).tolist(),
+        joined_experts(messages),
+    )
+
+
+def paths_of(packed: PackedRows, groups: Sequence[int] | None = None) -> list[Path]:
+    """Return what each row shares with the others; `groups` has the prompt of each row, None if all have one."""
+    bounds = zip([0, *packed.ends], packed.ends, strict=False)
+    tokens = [packed.token_ids[start:end] for start, end in bounds]
+    return Prefixes.of_groups(tokens, groups or [0] * len(tokens)).paths()
+
+
+def fetched[T](references: "Sequence[ray.ObjectRef[T]]") -> "dict[ray.ObjectRef[T], T]":
+    """Get objects from the object store, by reference.
+
+    Raises:
+        DeadlineExceededError: the object store does not give the objects within `FETCH_S`.
+        ray.exceptions.ObjectLostError: the node that held an object was lost.
+    """
+    if not references:
+        return {}  # Ray need not run
+    import ray  # deferred: ranks without a Ray of their own load this file
+
+    wanted = list(dict.fromkeys(references))
+    try:
+        return dict(zip(wanted, ray.get(wanted, timeout=FETCH_S), strict=True))
+    except ray.exceptions.GetTimeoutError as error:
+        raise DeadlineExceededError(
+            f"{len(wanted)} groups of answers did not arrive from the object store within {FETCH_S:g} s."
+        ) from error
+
+
+class Kept(NamedTuple):
+    """Scores of the b rows of a rank."""
+
+    scores: "ray.ObjectRef[Any]"
+    """Reference of `[N]` float32, end to end."""
+    starts: list[int]
+    """Position of each row."""
+    errors_B: Tensor
+    """`[b]` float32, `sequence_errors` of the rows."""
+
+
+@dataclass(frozen=True)
+class BatchRows:
+    """Rows whose tokens are in the batch."""
+
+    batch: BatchedDataDict[Any]
+    """B rows, the longest of T tokens. Scores and advantages are written into it."""
+
+    SCORED: ClassVar[tuple[str, ...]] = ("input_ids", "input_lengths", PROMPT_GROUPS, ROW_INPUTS)
+    """Columns that a model reads to score the rows."""
+    STORED: ClassVar[tuple[str, ...]] = ()
+    """Columns that the batch does not have and `whole` has."""
+
+    @staticmethod
+    def of(batch: BatchedDataDict[Any]) -> "BatchRows":
+        """Return the rows of a batch."""
+        return StoredRows(batch) if STORED_ROWS in batch else BatchRows(batch)
+
+    def whole(self) -> BatchedDataDict[Any]:
+        """Return the batch with the tokens of its rows.
+
+        A stored row whose `input_lengths` is smaller than its number of stored tokens is cut: filler rows have one
+        token.
+
+        Returns:
+            The batch with `input_ids` `[B, T]` int64, `token_mask` and `generation_logprobs` `[B, T]` float32 and,
+            after their stages, `advantages`, `prev_logprobs` and `reference_policy_logprobs` `[B, T]` float32. Rows
+            with experts have `routed_experts` `[B, T, L, k]`.
+
+        Raises:
+            DeadlineExceededError, ray.exceptions.ObjectLostError: see `fetched`.
+        """
+        return self.batch
+
+    def to_compare(self) -> BatchedDataDict[Any]:
+        """Return the first rows with their tokens: all of them, or as many as are fetched for a comparison."""
+        return self.batch
+
+    def prefixes(self) -> Prefixes:
+        """Find what the rows share; if the batch has `PROMPT_GROUPS`, only rows of one prompt share.
+
+        Stored rows share within their object. Rows with further inputs (`data.model_rows`) share nothing, because the
+        model expects their inputs once for each row.
+        """
+        batch, lengths = self.batch, self.batch["input_lengths"].tolist()
+        if ROW_INPUTS in batch:
+            return Prefixes.alone(len(lengths))
+        tokens = [ids[:length] for ids, length in zip(batch["input_ids"].numpy(), lengths, strict=True)]
+        groups = batch.get(PROMPT_GROUPS)
+        return Prefixes.of(tokens) if groups is None else Prefixes.of_groups(tokens, groups.tolist())
+
+    def num_written(self) -> Tensor:
+        """Return the number of tokens of each row that the policy wrote and a model predicts, `[B]`."""
+        return self.batch["token_mask"][:, 1:].sum(1, dtype=torch.float64)
+
+    def counted(self) -> Tensor:
+        """Return `[B]` bool: rows with a token that counts in the loss."""
+        return (self.num_written() > 0) & (self.batch["sample_mask"] != 0)
+
+    def advantage_mask(self) -> Tensor:
+        """Return `[B, A]` float32, not 0 where a row has an advantage that counts: A is T, or 1 for all its tokens."""
+        return self.batch["token_mask"] * self.batch["sample_mask"][:, None]
+
+    def advantage_counts(self) -> Tensor | None:
+        """Return the number of tokens that share an advantage, `[B]`; None: each token has its own."""
+        return None
+
+    def score(self, policy: "ScoringModel", num_stale_B: Tensor | None = None) -> Tensor:
+        """Write `prev_logprobs`, where stale tokens have the engine's log-probabilities.
+
+        Nothing is scored if all tokens are stale.
+
+        Args:
+            policy: scores the rows.
+            num_stale_B: as `StepBatch.num_stale_B`; None: no token is stale.
+
+        Returns:
+            `sequence_errors` `[B]` float32.
+        """
+        batch = self.batch
+        if num_stale_B is not None and not (batch["token_mask"] * ~stale_tokens(batch, num_stale_B)).any():
+            scores_BT = batch["generation_logprobs"]
+        else:
+            scores_BT = policy.get_logprobs(batch)["logprobs"]
+        batch["prev_logprobs"] = _of_samplers(batch, scores_BT, num_stale_B)
+        return _errors(batch, batch["prev_logprobs"])
+
+    def score_reference(self, policy: "ScoringModel") -> None:
+        """Write `reference_policy_logprobs`."""
+        scores = policy.get_reference_policy_logprobs(self.batch)
+        self.batch["reference_policy_logprobs"] = scores["reference_logprobs"]
+
+
+class StoredRows(BatchRows):
+    """Rows whose tokens and log-probabilities stay in the object store until a rank needs them.
+
+    The driver has lengths and counts only, and one advantage for all tokens of a row: `advantages` is `[B, 1]`.
+    """
+
+    SCORED: ClassVar[tuple[str, ...]] = ("input_lengths", "sample_mask", STORED_ROWS, _NUM_STALE, PROMPT_GROUPS)
+    STORED: ClassVar[tuple[str, ...]] = ("input_ids", "token_mask", "generation_logprobs", "advantages")
+
+    @override
+    def whole(self) -> BatchedDataDict[Any]:
+        batch, lengths = self.batch, self.batch["input_lengths"].tolist()
+        stored: list[StoredRow] = batch[STORED_ROWS]
+        shape = (len(stored), stored[0].width)
+        input_ids = np.full(shape, stored[0].pad_token_id, dtype=np.int64)
+        token_mask = np.zeros(shape, dtype=np.float32)
+        logprobs = np.zeros(shape, dtype=np.float32)
+        packed = fetched([row.rows for row in stored])
+        for row, (reference, length) in enumerate(zip(stored, lengths, strict=True)):
+            rows = packed[reference.rows]
+            start = rows.start_of(reference.index)
+            input_ids[row, :length] = rows.token_ids[start : start + length]
+            token_mask[row, :length] = rows.is_written[start : start + length]
+            logprobs[row, :length] = rows.logprobs[start : start + length]
+        replaced = (STORED_ROWS, NUM_WRITTEN, _NUM_STALE, "advantages", *SCORE_KEYS)
+        whole: BatchedDataDict[Any] = BatchedDataDict({key: batch[key] for key in batch if key not in replaced})
+        whole["input_ids"] = torch.from_numpy(input_ids)
+        whole["token_mask"] = torch.from_numpy(token_mask)
+        whole["generation_logprobs"] = torch.from_numpy(logprobs)
+        experts = [packed[row.rows].experts_of(row.index) for row in stored]
+        if (reported := padded_experts(experts, shape[1])) is not None:
+            whole[ROUTED_EXPERTS] = reported
+        for name in SCORE_KEYS:
+            if name in batch:
+                whole[name] = torch.from_numpy(_fetched_scores(batch[name], lengths, logprobs))
+        if "advantages" in batch:
+            mask_BT = BatchRows(whole).advantage_mask()
+            whole["advantages"] = torch.where(mask_BT != 0, batch["advantages"], 0.0)
+        return whole
+
+    @override
+    def to_compare(self) -> BatchedDataDict[Any]:
+        return StoredRows(self.batch.slice(0, _NUM_COMPARED)).whole()
+
+    @override
+    def prefixes(self) -> Prefixes:
+        # A row that is cut shares nothing, as its path is that of the whole row.
+        lengths = self.batch["input_lengths"].tolist()
+        groups = self.batch[PROMPT_GROUPS].tolist() if PROMPT_GROUPS in self.batch else [0] * len(lengths)
+        numbers: dict[Any, int] = {}
+        paths: list[tuple[int, Path]] = []
+        for row, length, group in zip(self.batch[STORED_ROWS], lengths, groups, strict=True):
+            whole = length > max((depth for depth, _ in row.path.nodes), default=0)
+            number = numbers.setdefault((row.rows, group), len(numbers)) if whole else -1
+            paths.append((number, row.path))
+        order = sorted(range(len(paths)), key=lambda row: (paths[row][0], paths[row][1].place, row))
+        shared = [0] * len(order)
+        for place in range(1, len(order)):
+            (before, path_before), (here, path) = (paths[order[place - 1]], paths[order[place]])
+            if before == here >= 0:
+                shared[place] = path_before.shared(path)
+        return Prefixes(order, shared)
+
+    @override
+    def num_written(self) -> Tensor:
+        return self.batch[NUM_WRITTEN]
+
+    @override
+    def advantage_mask(self) -> Tensor:
+        return self.counted()[:, None] * self.batch["sample_mask"][:, None]
+
+    @override
+    def advantage_counts(self) -> Tensor | None:
+        return self.num_written()
+
+    @override
+    def score(self, policy: "ScoringModel", num_stale_B: Tensor | None = None) -> Tensor:
+        batch = self.batch
+        if num_stale_B is not None and bool((num_stale_B >= batch["input_lengths"]).all()):
+            batch["prev_logprobs"] = [None] * batch.size
+            return self.counted().float()  # the engine's numbers differ from themselves by exp(0)
+        marked = batch if num_stale_B is None else BatchedDataDict({**batch, _NUM_STALE: num_stale_B})
+        batch["prev_logprobs"], errors_B = policy.keep_logprobs(marked)
+        return errors_B
+
+    @override
+    def score_reference(self, policy: "ScoringModel") -> None:
+        self.batch["reference_policy_logprobs"], _ = policy.keep_logprobs(self.batch, of_reference=True)
+
+    def keep(self, whole: BatchedDataDict[Any], scores_BT: Tensor) -> Kept:
+        """Put the scores `[b, T]` of a rank's rows into the object store, as `score` describes them."""
+        import ray  # deferred: see `fetched`
+
+        scores_BT = _of_samplers(whole, scores_BT, self.batch.get(_NUM_STALE))
+        lengths = whole["input_lengths"].tolist()
+        flat = np.concatenate([row[:length] for row, length in zip(scores_BT.numpy(), lengths, strict=True)])
+        starts = np.cumsum([0, *lengths[:-1]]).tolist()
+        return Kept(ray.put(flat), starts, _errors(whole, scores_BT))
+
+
+def stale_tokens(rows: BatchedDataDict[Any], num_stale_B: Tensor) -> Tensor:
+    """Mark the tokens of whole rows that older weights wrote, `[B, T]` bool; only written tokens have a meaning."""
+    has_begun_BT = rows["token_mask"].cumsum(1) > 0
+    return has_begun_BT & (torch.arange(has_begun_BT.shape[1])[None] < num_stale_B[:, None])
+
+
+def _of_samplers(rows: BatchedDataDict[Any], scores_BT: Tensor, num_stale_B: Tensor | None) -> Tensor:
+    """Return scores of whole rows, with the engine's log-probabilities where tokens are stale."""
+    if num_stale_B is None:
+        return scores_BT
+    return torch.where(stale_tokens(rows, num_stale_B), rows["generation_logprobs"], scores_BT)
+
+
+def _errors(rows: BatchedDataDict[Any], scores_BT: Tensor) -> Tensor:
+    """Return how far scores of whole rows are from the engine's log-probabilities, `[B]`."""
+    mask_BT = rows["token_mask"] * rows["sample_mask"][:, None]
+    return sequence_errors(scores_BT[:, 1:], rows["generation_logprobs"][:, 1:], mask_BT[:, 1:])
+
+
+def _fetched_scores(
+    stored: Sequence[StoredScores | None], lengths: Sequence[int], of_engines: NDArray[np.float32]
+) -> NDArray[np.float32]:
+    """Return the scores of rows `[b, T]`; those of the engines `of_engines` `[b, T]` where none are stored."""
+    found = fetched([row.scores for row in stored if row is not None])
+    scores = of_engines.copy()
+    for row, (reference, length) in enumerate(zip(stored, lengths, strict=True)):
+        if reference is not None:
+            scores[row, :length] = found[reference.scores][reference.start : reference.start + length]
+    return scores
