@@ -68,7 +68,7 @@ class VerifiersEnvironment(EnvironmentInterface[dict[str, Any]]):
     async def open_episode(  # type: ignore[override]  # may be a coroutine function
         self, metadata: dict[str, Any]
     ) -> EpisodeStart[dict[str, Any]]:
-        """Start the episode of a seed, which chooses the row; the prompt is what it first asks the model."""
+        """Start the episode of a seed, which chooses the row, with the environment's first request as prompt."""
         rows = self._rows(metadata.get("split"))
         episode = _Episode(self._environment, rows[metadata["seed"] // 2 % len(rows)])
         key = uuid.uuid4().hex
@@ -82,7 +82,7 @@ class VerifiersEnvironment(EnvironmentInterface[dict[str, Any]]):
     async def step(  # type: ignore[override]  # may be a coroutine function
         self, message_log_batch: list["LLMMessageLogType"], metadata: list[dict[str, Any]]
     ) -> EnvironmentReturn[dict[str, Any]]:
-        """Give the answer of one turn to the environment; B is 1."""
+        """Give the answer of one turn to the environment (B is 1)."""
         (log,), (state,) = message_log_batch, metadata
         episode = self._episodes.get(state["episode"])
         if episode is None:
@@ -137,7 +137,7 @@ class _Episode:
         self._playing = asyncio.create_task(self._play(environment, row))
 
     async def next_messages(self, answer: str | None) -> list[dict[str, Any]] | None:
-        """Return the messages that the environment added before it asked again; None if it is over."""
+        """Return the messages that the environment added before it asked again, or None if the episode is over."""
         if answer is not None:
             self._conversation.append({"role": "assistant", "content": answer})
             self._answers.put_nowait(answer)

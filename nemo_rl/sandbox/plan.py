@@ -26,7 +26,7 @@ def with_links(paths: Iterable[str]) -> list[str]:
 
 
 def _steps(path: str) -> list[str]:
-    """Return the links on the way to a path, and the path without links; nothing if it does not exist."""
+    """Return the links on the way to a path and the path without links, or nothing if the path does not exist."""
     links: list[str] = []
     while os.path.lexists(path) and len(links) < _MAX_LINKS:
         link = _first_link(path)

@@ -47,7 +47,7 @@ class Usage:
 
 
 def usage_of(pid: int, max_threads: int) -> Usage:
-    """Return what a process and all its descendants use; zeros where it has ended.
+    """Return the usage of a process and all its descendants, with zeros if the process has ended.
 
     Args:
         pid: The process.
@@ -212,7 +212,7 @@ class Supervision:
         return Outcome(end, status, self._out.text(), self._err.text(), wall_time_s, cpu_time_s)
 
     def _start(self, launch: Launch) -> tuple[subprocess.Popen[bytes], int, dict[int, _Stream]]:
-        """Start the process; return it, a descriptor of it, and the reading ends of its pipes."""
+        """Start the process, and return it with a descriptor of it and the reading ends of its pipes."""
         with contextlib.ExitStack() as given, contextlib.ExitStack() as kept:
             try:
                 (out, out_inside), (err, err_inside) = _pipe(kept, given), _pipe(kept, given)
@@ -306,7 +306,7 @@ class Supervision:
         return End.OUTPUT if self._out.overflowed or self._err.overflowed else None
 
     def _end_all(self) -> tuple[int, float]:
-        """Kill what is left, wait for it, and read what is left in the pipes; return exit code and processor time."""
+        """Kill what is left, wait for it, read the rest of the pipes, and return exit code and processor time."""
         try:
             self._read_left()
             with contextlib.suppress(OSError):  # without a descriptor of it, the first process ends with its parent
@@ -352,7 +352,7 @@ def _pipe(kept: contextlib.ExitStack, given: contextlib.ExitStack) -> tuple[int,
 
 
 def _opened(process: subprocess.Popen[bytes]) -> int:
-    """Return a descriptor of a process; end the process where there can be none, since nothing would watch it."""
+    """Return a descriptor of a process, or end the process if it can have none and nothing could watch it."""
     try:
         return os.pidfd_open(process.pid)
     except OSError:

@@ -72,7 +72,7 @@ class Completions:
 
 
 def _prompt(fields: Fields) -> str | Sequence[int]:
-    """Read a prompt; a list of one prompt is that prompt."""
+    """Read a prompt, which may also be a list of one prompt."""
     prompt = fields.values.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         (prompt,) = prompt
@@ -100,7 +100,7 @@ def _choice(body: Body, index: int, answer: CallAnswer) -> dict[str, Any]:
 
 
 def _logprobs(answer: CallAnswer, with_top: bool) -> Mapping[str, Any]:
-    """Return the log probabilities; as the most likely token the sampled one is given, the only one that is known."""
+    """Return the log probabilities, in which the sampled token is the only known candidate for each position."""
     scored = list(scored_tokens(answer))
     texts = [text for text, _ in scored]
     offsets = list(accumulate(map(len, texts), initial=0))[:-1]

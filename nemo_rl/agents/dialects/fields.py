@@ -91,7 +91,7 @@ class Fields:
         return default if value is None else value
 
     def integer(self, name: str, low: int, high: int) -> int | None:
-        """Return an integer from `low` to `high`, both included; None if the field is left out.
+        """Return an integer from `low` to `high`, both included, or None if the field is left out.
 
         Raises:
             CallError: the field is something else.
@@ -104,7 +104,7 @@ class Fields:
         return value
 
     def number(self, name: str, low: float, high: float) -> float | None:
-        """Return a number from `low` to `high`, both included; None if the field is left out.
+        """Return a number from `low` to `high`, both included, or None if the field is left out.
 
         Raises:
             CallError: the field is something else.
@@ -134,7 +134,7 @@ class Fields:
         return tuple(_text(each, self.name_of(name)) for each in each_of)
 
     def items(self, name: str) -> Sequence[Any]:
-        """Return a list of any values; an empty one if it is left out.
+        """Return a list of any values, which is empty if the field is left out.
 
         Raises:
             CallError: the field is something else.
@@ -161,7 +161,7 @@ class Fields:
             yield type(self)(each, f"{self.name_of(name)}[{index}]")
 
     def object(self, name: str) -> Self | None:
-        """Return an object; None if it is left out.
+        """Return an object, or None if the field is left out.
 
         Raises:
             CallError: the field is something else.
@@ -170,7 +170,7 @@ class Fields:
         return None if value is None else type(self)(value, self.name_of(name))
 
     def json_object(self, name: str) -> dict[str, Any] | None:
-        """Return an object whose content is passed on, for example a schema; None if it is left out.
+        """Return an object whose content is passed on, for example a schema, or None if the field is left out.
 
         Raises:
             CallError: the field is something else, or has a number or a text in it that JSON cannot hold.
@@ -264,7 +264,7 @@ SEPARATOR = "\n"
 
 
 def parts_of(message: Fields, text_type: str, name: str = "content") -> Iterator[Fields]:
-    """Return the parts of a content; a text is one part, and a content that is left out has none.
+    """Return the parts of a content: one part for a text, and no parts if the content is left out.
 
     Args:
         message: the object that has the content.

@@ -30,7 +30,7 @@ _MOST_PARSERS = 64
 
 @dataclass(frozen=True)
 class ReadAnswer:
-    """The parts of an answer; attributes as in `CallAnswer`."""
+    """The parts of an answer, with the attributes of `CallAnswer`."""
 
     content: str
     reasoning: str | None = None
@@ -145,7 +145,7 @@ def _parses_tools(request: CallRequest) -> bool:
 
 
 def before_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
-    """Return the text before the first stop string, and that string; None if there is none."""
+    """Return the text before the first stop string, and that string or None if there is none."""
     found = [(place, stop) for stop in stops if (place := text.find(stop)) >= 0]
     if not found:
         return text, None

@@ -131,7 +131,7 @@ class _AgentSettings:
 
 @dataclass
 class AgentPlayer:
-    """Plays samples of agent environments; any number of them concurrently, on one event loop."""
+    """Plays any number of samples of agent environments concurrently on one event loop."""
 
     generation: GenerationInterface
     tokenizer: TokenizerType

@@ -239,7 +239,7 @@ class AgentSession:
         self._begin()
 
     def begin_again(self) -> None:
-        """Forget all calls, because the program was started again from the prompt; equal calls get equal answers."""
+        """Forget all calls, because the program was started again from the prompt and equal calls get equal answers."""
         for task in self._running:
             task.cancel()
         self._ending |= self._running
@@ -258,7 +258,7 @@ class AgentSession:
 
     @property
     def bound(self) -> Ending | None:
-        """The limit for which a request was refused, or that has cut off the end of a conversation; None: no limit."""
+        """The limit for which a request was refused or a conversation cut off, or None if there was none."""
         cut = (call.cut_by for call in self.tree.leaves() if call.cut_by is not None)
         return self.budget.bound or next(cut, None)
 
@@ -275,7 +275,7 @@ class AgentSession:
         return self.exchanges.of(identity, lambda: self._start(self.settings.completed(request)), is_retry=is_retry)
 
     async def on_thread[T](self, work: Callable[[], T]) -> T:
-        """Call a function on a thread; calls of one session come one after the other, in their order."""
+        """Call a function on a thread, after all earlier calls of the same session."""
         async with self._turn:
             return await asyncio.get_running_loop().run_in_executor(_THREADS, work)
 

@@ -94,7 +94,7 @@ class CallableProgram(AgentProgram):
 
 
 def find_program(path: str, kwargs: Mapping[str, Any]) -> tuple[Callable[..., Any], Mapping[str, Any]]:
-    """Import a program, and check that it can be called with a task; nothing is constructed.
+    """Import a program and check that it can be called with a task, without constructing anything.
 
     Returns:
         A function, and its arguments besides the task; or a class, and the arguments of its constructor.

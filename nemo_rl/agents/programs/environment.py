@@ -109,7 +109,7 @@ class AnswerGrader:
         self._threads.shutdown(wait=False)
 
     async def _called(self, call: Callable[[], Any]) -> Any:
-        """Make a call on one of the grader's threads; a coroutine continues here."""
+        """Make a call on one of the grader's threads, and await a returned coroutine on this event loop."""
         outcome = await asyncio.get_running_loop().run_in_executor(self._threads, call)
         return await outcome if inspect.iscoroutine(outcome) else outcome
 
@@ -153,7 +153,7 @@ class ProgramEnvironment(EnvironmentInterface[dict[str, Any]]):
         metadata: list[dict[str, Any]],
         return_extracted_answer: bool = False,
     ) -> EnvironmentReturn[dict[str, Any]]:
-        """Run the program of one sample; B is 1.
+        """Run the program of one sample (B is 1).
 
         Args:
             message_log_batch: B conversations, which are not read.

@@ -58,7 +58,7 @@ def _first_line() -> bytes:
 
 
 def _wait(pid: int) -> int:
-    """Return the status of a child, -n after signal n; SIGKILL where standard input ended before it."""
+    """Return the status of a child (-n after signal n), or SIGKILL if standard input ended before it."""
     pidfd = os.pidfd_open(pid)
     while True:
         ready, _, _ = select.select([0, pidfd], [], [], _LOOK_S)
@@ -70,7 +70,7 @@ def _wait(pid: int) -> int:
 
 
 def _reap(pid: int) -> int | None:
-    """Take note of children that have ended; return the status of one of them if it is among them."""
+    """Take note of children that have ended, and return the status of one child if it is among them."""
     found = None
     while True:
         try:

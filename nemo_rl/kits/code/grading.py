@@ -117,7 +117,7 @@ class Verdict:
 
 
 class Grader:
-    """Grades solutions; safe to use from several threads at once.
+    """Grades solutions, safely from several threads at once.
 
     Args:
         sandbox: Where solutions run, with their limits: of each input, or of all calls together.
@@ -162,7 +162,7 @@ class Grader:
         return Verdict(*_counted(counts), outcome.end)
 
     def _run_both(self, served: Program, checks: Program, answers_in: "_Descriptor") -> Outcome:
-        """Run both programs; return what came of the solution."""
+        """Run both programs and return how the solution did."""
         done, failed = threading.Event(), threading.Event()
         with ThreadPoolExecutor(1, thread_name_prefix="checks") as thread:
             checking = thread.submit(self._run_checks, checks, done, failed)
@@ -207,7 +207,7 @@ def _program(modules: tuple[str, ...], files: dict[str, bytes], *descriptors: _D
 
 
 def _counted(counts: bytes) -> tuple[int, int]:
-    """Return the passed checks and all checks; at least one failed if the tests did not reach their end."""
+    """Return the passed checks and all checks, of which at least one failed if the tests did not reach their end."""
     if len(counts) < _COUNTS.size:
         return 0, 1
     passed, failed, num_known, finished = _COUNTS.unpack(counts)

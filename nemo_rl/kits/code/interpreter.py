@@ -42,7 +42,7 @@ _LEFT_OUT = "\n... {} characters left out ...\n"
 def program_of(
     blocks: Sequence[str], context: Mapping[str, Any], working_dir: str | None = None, max_bytes: int = 0
 ) -> Program:
-    """Return one fresh program that runs blocks; its output is that of the last one.
+    """Return one fresh program that runs all blocks and prints the output of the last block.
 
     Nothing of a block lives on in a process: the earlier ones run again, which any process of the environment can do
     after a restart. They have to give the same variables again, so random numbers need a seed.
@@ -67,7 +67,7 @@ def program_of(
 
 
 def came_to_end(outcome: Outcome) -> bool:
-    """Return whether all blocks ran to their end, also with an exception; others would end every later run too."""
+    """Return whether all blocks ended, also with an exception, because others would end every later run too."""
     return outcome.end is End.EXITED and outcome.exit_code in (COMPLETED, RAISED)
 
 
@@ -111,7 +111,7 @@ def text_of_outcome(outcome: Outcome) -> str:
 
 
 def observation_of(outcome: Outcome, max_chars: int) -> str:
-    """Return the observation after a run; the middle of a long output is left out."""
+    """Return the observation after a run, without the middle of a long output."""
     text = text_of_outcome(outcome)
     if len(text) > max_chars:
         half = max_chars // 2

@@ -141,7 +141,7 @@ type Reader = Callable[[str], float]
 
 
 class Questions:
-    """Asks a judge; for one event loop.
+    """Asks a judge, on one event loop.
 
     Args:
         config: the section `env.llm_judge`.

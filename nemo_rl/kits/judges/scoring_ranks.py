@@ -130,7 +130,7 @@ class JoinedPasses:
                 await self._pass(wanted)
 
     async def _pass(self, batch: list[_Waiting]) -> None:
-        """Score rows together; if that fails, one by one."""
+        """Score rows together, or one by one if that fails."""
         self.num_passes += 1
         self.num_rows += len(batch)
         try:

@@ -112,7 +112,7 @@ def _argument_texts(text: str) -> dict[str, str]:
 
 
 def _without_titles(schema: Any) -> Any:
-    """Leave out pydantic's titles, which repeat the names; a property that is called title stays."""
+    """Leave out pydantic's titles, which repeat the names, but keep a property that is called title."""
     if isinstance(schema, list):
         return [_without_titles(item) for item in schema]
     if not isinstance(schema, Mapping):
@@ -158,7 +158,7 @@ class OpenTools(abc.ABC):
 
     @abc.abstractmethod
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolOutput:
-        """Make a call; never raise what the tool raises.
+        """Make a call without ever raising the errors of the tool.
 
         Args:
             name: tool, one of the entry's `specs`.

@@ -120,7 +120,7 @@ class Solution(Peer):
 
 
 class Names(dict[str, Any]):
-    """The names of the tests; those that they do not define are the solution's.
+    """The names of the tests, which fall back to the names of the solution.
 
     Args:
         solution: Has them.
@@ -134,7 +134,7 @@ class Names(dict[str, Any]):
         self._kept: dict[str, Any] = {}
 
     def __missing__(self, name: str) -> Any:
-        """Return what the solution has under a name now; functions and classes are remembered."""
+        """Return the present value of a name in the solution, and remember functions and classes."""
         if name in self._kept:
             return self._kept[name]
         if hasattr(builtins, name):
@@ -199,7 +199,7 @@ class Run:
                     self._one(lambda name=method.name: _run_method(kind, name), method, True)
 
     def _one(self, run: Any, node: Any, can_fail: bool) -> None:
-        """Run a piece of the tests; without asserts it is a check by itself."""
+        """Run a piece of the tests, which is itself a check if it has no asserts."""
         counts = self._counts
         seen, failed = counts.seen, counts.num_failed
         try:

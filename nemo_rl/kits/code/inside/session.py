@@ -21,7 +21,7 @@ from values import COMPLETED, RAISED, decode
 
 
 def run(block: str, names: dict[str, Any]) -> None:
-    """Run a block; print the value of its last expression."""
+    """Run a block and print the value of its last expression."""
     tree = ast.parse(block)
     last = tree.body[-1] if tree.body else None
     if not isinstance(last, ast.Expr):
@@ -50,7 +50,7 @@ def silenced() -> Iterator[None]:
 
 
 def main() -> int:
-    """Run all blocks; return the exit code."""
+    """Run all blocks and return the exit code."""
     with open("session.json", encoding="utf-8") as file:
         session = json.load(file)
     names = {"__name__": "__main__", **decode(session["context"])}

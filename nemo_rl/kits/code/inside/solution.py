@@ -68,7 +68,7 @@ class Server(Peer):
             return super().resolve_name(name)
 
     def do(self, name: str, target: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Do what a request asks; the request `value` asks for the target itself."""
+        """Do what a request asks, or return the target itself for the request `value`."""
         if name == "value":
             return target
         return super().do(name, target, arguments, keywords)
