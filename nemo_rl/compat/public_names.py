@@ -193,7 +193,7 @@ def _way(feature: str) -> str:
 
 
 def install_finders() -> None:
-    """Find modules of `MOVED`, and explain failed imports of `NOT_BUILT` and `ELSEWHERE`; once per process."""
+    """Find modules of `MOVED`, and explain failed imports of `NOT_BUILT` and `ELSEWHERE`, once per process."""
     if not any(isinstance(finder, _NotBuiltFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _MovedFinder())
         sys.meta_path.append(_NotBuiltFinder())

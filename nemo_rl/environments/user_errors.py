@@ -75,7 +75,7 @@ def lines_in(text: str) -> list[CodeLine]:
 
 
 def report(error: BaseException) -> str | None:
-    """Return the user's lines and the error, at most `MOST_LINES` lines; None if no line is the user's."""
+    """Return the user's lines and the error in at most `MOST_LINES` lines, or None if no line is the user's."""
     lines = user_lines(error)
     if not lines:
         return None
@@ -119,7 +119,7 @@ def _folders_of_others() -> list[Path]:
 
 
 def raise_if_cancelled(error: BaseException) -> None:
-    """Raise a `CancelledError` again if it cancels the task that runs; return if the user's code raised it."""
+    """Raise a `CancelledError` again if it cancels the running task, or return if the user's code raised it."""
     if isinstance(error, asyncio.CancelledError) and _is_cancelled():
         raise error
 

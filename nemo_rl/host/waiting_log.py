@@ -23,7 +23,7 @@ _LOOK_EVERY_S = 0.5
 
 
 class StillWaiting:
-    """One wait, during which the caller calls `look` at least once a second; a context manager that removes its bar.
+    """One wait, during which the caller calls `look` at least once a second, as a context manager that removes its bar.
 
     Args:
         what: name of the work that is waited for.

@@ -46,7 +46,7 @@ def configuration(changed: Sequence[ChangedKey], before: Mapping[str, Any], now:
 def configuration_notes(
     changed: Sequence[ChangedKey], before: Mapping[str, Any], now: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield what is told of keys and is no difference by itself; arguments as in `configuration`."""
+    """Yield notes on keys that are no difference by themselves, from the arguments of `configuration`."""
     idle = [key.key for key in changed if _is_no_difference(key)]
     if idle:
         yield f"keys that are no difference by themselves have changed: {_listed(idle)}"
@@ -77,7 +77,7 @@ def _is_of_model(key: str, config: Mapping[str, Any]) -> bool:
 
 
 def _values(section: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return the values of a configuration by dotted path; a list is one value."""
+    """Return the values of a configuration by dotted path, with a list as one value."""
     found: dict[str, Any] = {}
     for name, value in section.items():
         found |= _values(value, f"{path}{name}.") if isinstance(value, Mapping) else {f"{path}{name}": value}
@@ -145,7 +145,7 @@ def sample_name(row: Mapping[str, Any]) -> str:
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Describe in which way a row differs; "" if it does not."""
+    """Describe in which way a row differs, or return "" if it does not."""
     return ", ".join(
         said if name in SAMPLED else f"{said} is {now[name]}, recorded {before[name]}"
         for name, said in _IN_SHORT.items()
@@ -154,7 +154,7 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def token_tensors(recorded: Step, repeated: Step, limits: Tolerances, of_modules: Stage | None) -> Iterator[Stage]:
-    """Compare what the stages of the run computed of tokens and rows; `of_modules` compares the modules before."""
+    """Compare the tensors that the run's stages computed for tokens and rows, after the comparison `of_modules`."""
     for name in TOKEN_TENSORS:
         before, now = recorded.tensors.get(name), repeated.tensors.get(name)
         title, cause = name.replace("_", " "), _TENSORS[name]
@@ -172,7 +172,7 @@ def token_tensors(recorded: Step, repeated: Step, limits: Tolerances, of_modules
 
 
 def logprobs(recorded: Step, repeated: Step, update: int, limits: Tolerances, of_modules: Stage) -> Stage:
-    """Compare the log-probabilities that an update computed; `of_modules` compares its modules."""
+    """Compare the log-probabilities that an update computed, after the comparison `of_modules`."""
     before, now = recorded.updates[update].logprobs, repeated.updates[update].logprobs
     title, rows = f"log-probabilities{of_update(recorded, update)}", recorded.summary["samples"]
     if not before and not now:
@@ -192,7 +192,7 @@ def _of_tokens(
     cause: str,
     first: int,
 ) -> Stage:
-    """Compare one value of each token of each row; `first` is the position of the token that has the first value."""
+    """Compare one value for each token of each row, the first of which belongs to the token at position `first`."""
     found: list[Difference] = []
     largest, compared = 0.0, 0
     for row in sorted(before.keys() | now.keys()):
@@ -224,7 +224,7 @@ def _same_width(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def loss(recorded: Step, repeated: Step, update: int, limits: Tolerances) -> Stage:
-    """Compare the loss of an update and its terms; the terms come first, because the loss is computed from them."""
+    """Compare the loss of an update and, before it, the terms that it is computed from."""
     before = _terms(recorded.updates[update], of_microbatches=limits.is_exact)
     now = _terms(repeated.updates[update], of_microbatches=limits.is_exact)
     found, largest = [], 0.0
@@ -245,7 +245,7 @@ def loss(recorded: Step, repeated: Step, update: int, limits: Tolerances) -> Sta
 
 
 def _terms(update: UpdateRecord, *, of_microbatches: bool) -> dict[str, float]:
-    """Return the terms of a loss, then the loss; with `of_microbatches` also the loss of each microbatch."""
+    """Return the terms of a loss, then the loss, and with `of_microbatches` also the loss of each microbatch."""
     losses = {
         f"loss of microbatch {number} of data-parallel rank {rank}": value
         for rank, of_rank in enumerate(update.microbatch_losses)
@@ -256,7 +256,7 @@ def _terms(update: UpdateRecord, *, of_microbatches: bool) -> dict[str, float]:
 
 
 def of_update(step: Step, update: int) -> str:
-    """Return the name of an update for titles; "" if the step has one update."""
+    """Return the name of an update for titles, or "" if the step has one update."""
     return f" (update {update + 1})" if len(step.updates) > 1 else ""
 
 

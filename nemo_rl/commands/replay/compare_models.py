@@ -80,7 +80,7 @@ def gradients(before: UpdateRecord, now: UpdateRecord, title: str, limits: Toler
 
 
 def norm_and_rate(before: UpdateRecord, now: UpdateRecord, title: str, limits: Tolerances) -> Stage:
-    """Compare the two numbers that an optimizer makes its update with; NaN equals NaN."""
+    """Compare the two numbers that an optimizer makes its update with, counting NaN as equal to NaN."""
     found, sizes, causes = [], [], []
     for name, old, new, limit, cause in (
         ("learning rate", before.lr, now.lr, 0.0 if limits.is_exact else _RATE_LIMIT, _RATE),
@@ -97,7 +97,7 @@ def norm_and_rate(before: UpdateRecord, now: UpdateRecord, title: str, limits: T
 
 
 def new_weights(before: UpdateRecord, now: UpdateRecord, title: str, limits: Tolerances) -> Stage:
-    """Compare the weights after the update; distances are relative to the change that the update made."""
+    """Compare the weights after the update by distances relative to the change that the update made."""
     name, unit = f"weights after the step{title}", "relative to the update"
     if not before.after and not now.after:
         return Stage(name, skipped=_NOT_SHOWN)
@@ -111,7 +111,7 @@ def new_weights(before: UpdateRecord, now: UpdateRecord, title: str, limits: Tol
 
 
 def _tensors(before: Prints, now: Prints, scales: Prints, limit: float, what: str) -> tuple[list[Difference], float]:
-    """Compare tensors by name; return the differences and the largest size.
+    """Compare tensors by name, and return the differences and the largest size.
 
     A size is relative to the norm of the tensor in `scales`, but at least to `_FLOOR` of the norm of all of them.
     """

@@ -36,13 +36,13 @@ class Candidate:
     """Rows of maximum length in a microbatch."""
 
     def divisions(self) -> int:
-        """Return the product of the sizes that divide the model or the rows; small ones are preferred."""
+        """Return the product of the sizes that divide the model or the rows, of which small ones are preferred."""
         axes = self.layout
         return axes.tp * axes.cp * axes.pp * axes.ep
 
 
 def layouts(job: Job) -> Iterator[ParallelLayout]:
-    """Yield all layouts of a job's ranks; none if other models and engines leave it no rank."""
+    """Yield all layouts of a job's ranks, or none if other models and engines leave it no rank."""
     if job.ranks < 1:
         return
     trains, dtensor = job.role.trains, job.section.backend_key == "dtensor_cfg"
@@ -240,7 +240,7 @@ class _Update:
 
     @property
     def reduces(self) -> bool:
-        """True if all weights have gradients and optimizer state; those of adapters are small."""
+        """True if all weights have gradients and optimizer state, which are small for adapters."""
         return self.job.role.trains and not self.job.adapts
 
     @property

@@ -203,7 +203,7 @@ def _matching(text: str) -> dict[int, int]:
 
 
 def closing(text: str, opened: int) -> int | None:
-    """Return the position of the bracket that closes the one at `opened`; brackets of any kind close each other."""
+    """Return the position of the bracket that closes the one at `opened`, of the same kind or any other."""
     depth = 0
     for position in range(opened, len(text)):
         char = text[position]
