@@ -99,12 +99,12 @@ class StoredRow:
 
     @staticmethod
     def pack_list(rows: "Sequence[StoredRow]") -> "_Columns":
-        """Return what `tensor_transport.pack_tensors` pickles in place of a list of rows; unpickled, it is the list."""
+        """Return what `tensor_transport.pack_tensors` pickles in place of a list of rows, and unpickles as the list."""
         return _Columns(rows)
 
 
 class _Columns:
-    """Rows as one list for each attribute; a reference that rows share is pickled once."""
+    """Rows as one list for each attribute, so that a reference that rows share is pickled once."""
 
     def __init__(self, rows: Sequence[StoredRow]) -> None:
         numbers: dict[Any, int] = {}
@@ -131,7 +131,7 @@ def _rows_of_columns(references: Sequence[Any], numbers: Sequence[int], *columns
 
 
 def pack_rows(message_logs: Sequence[Sequence[Any]]) -> PackedRows:
-    """Pack the messages of some rows; each has `token_ids` and, if the policy wrote it, `generation_logprobs`."""
+    """Pack the messages of some rows, each with `token_ids` and, if the policy wrote it, `generation_logprobs`."""
     messages = [message for log in message_logs for message in log]
     lengths = [message["token_ids"].numel() for message in messages]
     written = [message.get("generation_logprobs") for message in messages]
@@ -149,14 +149,14 @@ def pack_rows(message_logs: Sequence[Sequence[Any]]) -> PackedRows:
 
 
 def paths_of(packed: PackedRows, groups: Sequence[int] | None = None) -> list[Path]:
-    """Return what each row shares with the others; `groups` has the prompt of each row, None if all have one."""
+    """Return what each row shares with others of its prompt in `groups`, or with all if `groups` is None."""
     bounds = zip([0, *packed.ends], packed.ends, strict=False)
     tokens = [packed.token_ids[start:end] for start, end in bounds]
     return Prefixes.of_groups(tokens, groups or [0] * len(tokens)).paths()
 
 
 def with_tokens(batch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-    """Get the tokens of a batch of stored rows; other batches are returned as they are.
+    """Get the tokens of a batch of stored rows, or return any other batch unchanged.
 
     A row whose `input_lengths` is smaller than its number of stored tokens is cut: filler rows have one token.
 
@@ -207,7 +207,7 @@ def _experts_of(rows: PackedRows, index: int) -> Experts | None:
 def _scores(
     stored: Sequence[StoredScores | None], lengths: Sequence[int], of_engines: NDArray[np.float32]
 ) -> NDArray[np.float32]:
-    """Return the scores of rows `[b, T]`; those of the engines `of_engines` `[b, T]` where none are stored."""
+    """Return the scores of rows `[b, T]`, or the engines' scores `of_engines` `[b, T]` where none are stored."""
     found = fetched([row.scores for row in stored if row is not None])
     scores = of_engines.copy()
     for row, (reference, length) in enumerate(zip(stored, lengths, strict=True)):
@@ -228,7 +228,7 @@ def stale_of(batch: BatchedDataDict[Any]) -> Tensor | None:
 
 
 def fetched[T](references: "Sequence[ray.ObjectRef[T]]") -> "dict[ray.ObjectRef[T], T]":
-    """Get objects from the object store, by reference; errors as `with_tokens`."""
+    """Get objects from the object store by reference, and raise the errors of `with_tokens`."""
     if not references:
         return {}  # Ray need not run
     import ray  # deferred: ranks without a Ray of their own load this file

@@ -99,11 +99,11 @@ class NamedSharding:
 
     @staticmethod
     def is_axis_zero(coords: Mapping[str, int], axes: Sequence[str]) -> bool:
-        """Return whether the coordinates are 0 on each of `axes`; an absent axis counts as 0."""
+        """Return whether the coordinates are 0 on each of `axes`, where an absent axis counts as 0."""
         return all(coords.get(axis, 0) == 0 for axis in axes)
 
     def get_ranks_by_coord(self, **coords: int) -> list[int]:
-        """Return the sorted ids of the workers at the given positions; axes not named are free.
+        """Return the sorted ids of the workers at the given positions, for any position on axes that are not named.
 
         Raises:
             ValueError: unknown axis or position outside of it.

@@ -100,7 +100,7 @@ class ObservationRenderer:
         )
 
     def message(self, observation: Mapping[str, Any]) -> Message:
-        """Convert an observation to a message for `render_chat`; its control tokens are quoted by the rules.
+        """Convert an observation to a message for `render_chat`, with its control tokens quoted by the rules.
 
         Raises:
             DataError: a part is not text.
@@ -136,7 +136,7 @@ class ObservationRenderer:
 
     @cached_property
     def _opening(self) -> str:
-        """Return the header of an assistant turn as `_shown`; empty if the template writes none."""
+        """Return the header of an assistant turn as `_shown`, or an empty text if the template writes none."""
         closed, opened = (
             render_chat([_QUESTION], self._tokenizer, add_generation_prompt=header, template_kwargs=self._variables)
             for header in (False, True)

@@ -47,7 +47,7 @@ def find_prefixes(rows: BatchedDataDict[Any]) -> Prefixes:
 
 
 def _of_stored(stored: Sequence[StoredRow], lengths: Sequence[int], groups: Sequence[int] | None) -> Prefixes:
-    """Compare the paths of stored rows; a row that is cut shares nothing, as its path is that of the whole row."""
+    """Compare the paths of stored rows, where a cut row shares nothing, as its path is that of the whole row."""
     numbers: dict[Any, int] = {}
     paths: list[tuple[int, Path]] = []
     for index, (row, length) in enumerate(zip(stored, lengths, strict=True)):
@@ -104,7 +104,7 @@ def divide_prefixes(
 
 @dataclass(frozen=True)
 class FixedSize:
-    """`size` rows in a microbatch; rows of similar length share one, to keep padding small."""
+    """`size` rows of similar length in a microbatch, to keep padding small."""
 
     size: int
 
@@ -138,7 +138,7 @@ class Packed:
 
     @property
     def most_keys(self) -> int | None:
-        """Largest number of keys in a microbatch; None: no limit."""
+        """Largest number of keys in a microbatch, or None for no limit."""
         return None if self.keys_per_token is None else self.capacity * self.keys_per_token
 
 
@@ -227,7 +227,7 @@ def plan_microbatches(
 
 
 def plan_prefixes(prefixes: Prefixes, lengths: Sequence[int], num_shards: int, strategy: Packed) -> MicrobatchPlan:
-    """Plan rows that share tokens; a microbatch holds shared tokens once.
+    """Plan rows that share tokens, which a microbatch holds once.
 
     Whole trees take fewer tokens, divided trees balance the shards better. Several divisions are tried, and the plan
     whose busiest shard has the least work is used. Attention lays out the keys of shared tokens before each of their
@@ -252,7 +252,7 @@ def plan_prefixes(prefixes: Prefixes, lengths: Sequence[int], num_shards: int, s
 
 
 def _plan_parts(prefixes: Prefixes, lengths: Sequence[int], num_shards: int, strategy: Packed) -> MicrobatchPlan:
-    """Return the best plan among several divisions of the trees; all rows single if none is possible."""
+    """Return the best plan among several divisions of the trees, or all rows single if none is possible."""
     busiest: dict[int, MicrobatchPlan] = {}
     if not prefixes.is_flat and max(lengths) <= strategy.capacity:
         total = prefixes.tokens(lengths)
@@ -285,7 +285,7 @@ def _most_keys(prefixes: Prefixes, units: Sequence[Prefixes], lengths: Sequence[
 
 
 def _plan_within_keys(tokens: Sequence[int], keys: Sequence[int], num_shards: int, strategy: Packed) -> MicrobatchPlan:
-    """Plan units by tokens; if a microbatch would have too many keys, by the scarcer of tokens and keys."""
+    """Plan units by tokens, or by the scarcer of tokens and keys if a microbatch would have too many keys."""
     plan = plan_microbatches(tokens, num_shards, strategy)
     most = strategy.most_keys
     batches = [batch for shard in plan.shards for batch in shard]

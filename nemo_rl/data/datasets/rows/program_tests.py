@@ -33,7 +33,7 @@ def parse(code: str) -> ast.Module:
 
 
 def reason_against(tests: Sequence[str], setup: str = "", names: Sequence[str] = ()) -> str | None:
-    """Return why tests cannot judge a solution; None if they can.
+    """Return why tests cannot judge a solution, or None if they can.
 
     Args:
         tests: Source code of each test.
@@ -69,7 +69,7 @@ def reason_against(tests: Sequence[str], setup: str = "", names: Sequence[str] =
 
 
 def missing_modules(trees: Sequence[ast.AST]) -> set[str]:
-    """Return modules that tests import and Python's standard library does not have; an import in `try` is optional."""
+    """Return modules that tests import outside of `try` and that Python's standard library does not have."""
     optional = {
         id(node) for tree in trees for one in ast.walk(tree) if isinstance(one, ast.Try) for node in ast.walk(one)
     }
@@ -166,7 +166,7 @@ def required_parameters(function: Function) -> bool:
 
 
 def is_constant(test: ast.expr) -> bool:
-    """Return whether the condition of an assert does not depend on a solution; a tuple with items is always true."""
+    """Return whether the condition of an assert, such as a tuple with items, does not depend on a solution."""
     if isinstance(test, ast.Tuple) and test.elts:
         return True
     return not any(isinstance(node, ast.Name | ast.Call | ast.Attribute | ast.Await) for node in ast.walk(test))
