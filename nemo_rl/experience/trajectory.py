@@ -35,7 +35,7 @@ class Outcome(StrEnum):
 
 
 class Ending(StrEnum):
-    """The cause of the end of an episode; metrics have the share of each under `ended_by_<value>`."""
+    """The cause of the end of an episode, whose share metrics have under `ended_by_<value>`."""
 
     ENVIRONMENT = "environment"
     """The environment: the episode is over."""
@@ -198,7 +198,7 @@ class Trajectory:
 
     @property
     def all_weight_versions(self) -> list[VersionSpan]:
-        """The versions of the weights that wrote any conversation; spans start at positions of their conversation."""
+        """The versions of the weights that wrote any conversation, in spans of positions in their conversation."""
         return [span for conversation in self.conversations for span in conversation.weight_versions]
 
     @property

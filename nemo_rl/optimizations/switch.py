@@ -122,7 +122,7 @@ def differing_versions(optimization: Optimization) -> list[str]:
 
 
 def installed_version(library: str) -> str | None:
-    """Return the version without a build's suffix (`2.13.0` of `2.13.0+cpu`); None if the library is absent.
+    """Return the version without a build's suffix (`2.13.0` of `2.13.0+cpu`), or None if the library is absent.
 
     Args:
         library: name of a package, or `python` for `major.minor` of the interpreter.

@@ -1,1 +1,1 @@
-"""Move named tensors from trainers to generators and verify them; depends on no other part of the library."""
+"""Move named tensors from trainers to generators and verify them, without other parts of the library."""

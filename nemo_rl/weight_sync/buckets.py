@@ -100,7 +100,7 @@ def whole_pieces(group: Iterable[tuple[str, torch.Tensor]]) -> list[Piece]:
 
 
 def cut(group: Iterable[tuple[str, torch.Tensor]], parts: Parts) -> list[Piece]:
-    """Return the pieces of a group that a lane receives; integers and tensors that are read completely stay whole."""
+    """Return the pieces of a group that a lane receives, with integers and completely read tensors uncut."""
     pieces: list[Piece] = []
     for name, tensor in group:
         wanted, shape = parts.get(name, ()), tuple(tensor.shape)
@@ -112,7 +112,7 @@ def cut(group: Iterable[tuple[str, torch.Tensor]], parts: Parts) -> list[Piece]:
 
 
 def plan_slots(pieces: Iterable[Piece]) -> tuple[list[TensorSlot], int]:
-    """Assign each piece its position; return the slots and the buffer size in bytes."""
+    """Assign each piece its position, and return the slots and the buffer size in bytes."""
     slots: list[TensorSlot] = []
     offset = 0
     for name, values, part, full_shape in pieces:

@@ -185,7 +185,7 @@ class Exchange:
         lanes: Sequence[Parts | None],
         bucket_size_bytes: int,
     ) -> list[Step]:
-        """Plan a stream; collective. Arguments as in `plan_steps`; `packs` is about this rank.
+        """Plan a stream in a collective call, with the arguments of `plan_steps` and `packs` for this rank.
 
         Raises:
             WeightSyncError: see `plan_steps`.
@@ -200,7 +200,7 @@ class Exchange:
     def run(
         self, step: Step, blocks: Mapping[str, Blocks], device: torch.device
     ) -> dict[str, list[tuple[Part, torch.Tensor]]]:
-        """Give and take the blocks of a step; collective over the ranks that give or take any.
+        """Give and take the blocks of a step, in a collective call of the ranks that give or take any.
 
         Args:
             step: what moves.
@@ -232,7 +232,7 @@ class Exchange:
     def _sends(
         self, leaving: Sequence[tuple[Move, torch.Tensor]], device: torch.device
     ) -> tuple[list[P2POp], list[torch.Tensor]]:
-        """Return one message to each other rank, and their buffers; ranks that get the same share a buffer."""
+        """Return one message to each other rank, and the messages' buffers, shared by ranks that get the same."""
         pieces: dict[int, list[Piece]] = {}
         for move, values in leaving:
             pieces.setdefault(move.target, []).append(Piece(move.name, values, move.block))
@@ -280,14 +280,14 @@ def _fill_slot(values: torch.Tensor, slot: TensorSlot, blocks: Blocks) -> None:
 
 
 class BlockReader:
-    """Reads a rank's blocks step by step; all ranks read to the end."""
+    """Reads a rank's blocks step by step, to the end on all ranks."""
 
     def __init__(self, weights: HeldWeights) -> None:
         self._described = {held.name: held for held in weights.described()}
         self._values = weights.values()
 
     def read(self, step: Step) -> dict[str, list[tuple[Part, torch.Tensor]]]:
-        """Return this rank's blocks of a step's tensors; the steps come in the order of the plan."""
+        """Return this rank's blocks of a step's tensors, for steps in the order of the plan."""
         found = {}
         for name in step.names:
             if name in self._described:
@@ -300,7 +300,7 @@ class BlockReader:
 
 
 def everywhere(weights: HeldWeights, group: dist.ProcessGroup | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and whole tensor of each weight, on every rank; collective.
+    """Yield name and whole tensor of each weight on every rank, in a collective call.
 
     Tensors may share memory with others that are yielded.
 

@@ -114,7 +114,7 @@ class LaneChoice:
         return self._may_divide and not self._is_proven
 
     def must_meet(self, num_workers: int, membership: int) -> bool:
-        """Return whether a trainer rank and the workers will form new process groups; arguments as in `of`."""
+        """Return whether a trainer rank and the workers will form new process groups, from the arguments of `of`."""
         return self._spec.name == "collective" and self._key(num_workers, membership) != self._made_for
 
     def of(self, num_workers: int, membership: int) -> list[LaneOfWorkers]:
@@ -153,11 +153,11 @@ class LaneChoice:
         return dataclasses.replace(self._spec, master_address=address, master_port=port, receivers=workers, extra=extra)
 
     def start_over(self) -> None:
-        """Send whole tensors, to learn what is read; an interrupted trial proves nothing."""
+        """Send whole tensors, to learn what is read, because an interrupted trial proves nothing."""
         self._reads = None
 
     def learn(self, reads: Sequence[Parts]) -> bool:
-        """Use what the workers have read in a sync of whole tensors; return whether parts are on trial now."""
+        """Use the workers' reports on a sync of whole tensors, and return whether parts are on trial now."""
         of_engine = list(reads[: self._workers_per_engine])
         if not all(of_engine):  # a worker loads without PyTorch's operations, or in another thread
             self._may_divide = False

@@ -49,7 +49,7 @@ class Part:
         return Part(starts, tuple(end - start for start, end in zip(starts, ends, strict=True)))
 
     def common(self, other: "Part") -> "Part":
-        """Return the part that both contain; it has no elements if there is none."""
+        """Return the part that both contain, or a part without elements if there is none."""
         starts = tuple(map(max, self.starts, other.starts))
         ends = map(min, self._ends, other._ends)
         return Part(starts, tuple(max(0, end - start) for start, end in zip(starts, ends, strict=True)))
@@ -219,7 +219,7 @@ class Readable:
 
 
 class ReadableWeights:
-    """Weights that are read one by one; see `HeldWeights`.
+    """Weights that are read one by one (see `HeldWeights`).
 
     Args:
         weights: the weights, in any order.
@@ -245,7 +245,7 @@ class ReadableWeights:
 
 
 class WholeWeights:
-    """Tensors that this rank holds whole; see `HeldWeights`.
+    """Tensors that this rank holds whole (see `HeldWeights`).
 
     Args:
         iterate: yields name and tensor; called once for each stream, and before the first one to describe them.

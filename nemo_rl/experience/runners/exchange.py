@@ -38,7 +38,7 @@ class _Waiting:
 
 
 class GroupExchange:
-    """The open groups of one runner; used on one event loop.
+    """The open groups of one runner, used on one event loop.
 
     Args:
         weight_version: function that returns the version of the engines' weights.
@@ -97,7 +97,7 @@ class GroupExchange:
                 self._send_soon()
 
     async def serve(self) -> None:
-        """Send groups to the actor and collect its results; never returns.
+        """Send groups to the actor and collect its results, without ever returning.
 
         Raises:
             WorkerDiedError: the actor died too often; all open groups raise it.
@@ -162,7 +162,7 @@ class GroupExchange:
         check.add_done_callback(self._checks.discard)
 
     async def _check(self, call: "ray.ObjectRef[None]", numbers: Sequence[int], given_up: Sequence[int]) -> None:
-        """Check that the actor accepted a call, and send it again if not; `serve` handles a dead actor."""
+        """Check that the actor accepted a call, and send it again if not, while `serve` handles a dead actor."""
         try:
             await asyncio.wrap_future(call.future())
         except ActorUnavailableError:
