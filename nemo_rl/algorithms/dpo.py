@@ -28,7 +28,7 @@ MasterConfig = DPOMasterConfig
 
 @dataclass(frozen=True)
 class ReferenceLogprobs:
-    """The stage that adds `reference_policy_logprobs [2P, T]`; a `runtime.run.Stage`."""
+    """Adds `reference_policy_logprobs [2P, T]` to a batch, as a `runtime.run.Stage`."""
 
     policy: PolicyInterface
     """The trained policy, which keeps its initial weights."""
@@ -43,7 +43,7 @@ class ReferenceLogprobs:
 
 
 def recipe(config: DPOMasterConfig, user_parts: UserParts = NOTHING) -> SupervisedRecipe:
-    """Build the recipe of DPO, or of KTO; start nothing. Arguments and errors as in `sft.recipe`."""
+    """Build the recipe of DPO or KTO without starting anything, with the arguments and errors of `sft.recipe`."""
     set_seed(config.dpo.seed)
     tokenizer = user_parts.tokenizer_of(config.policy)
     if config.dpo.preference_loss == "kto":

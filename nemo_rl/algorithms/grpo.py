@@ -90,7 +90,7 @@ def setup(
     loss_fn: LossFunction | None = None,
     started_at: float = 0.0,
 ) -> Run:
-    """Build a GRPO run and start its workers; arguments that are left out follow the configuration.
+    """Build a GRPO run and start its workers, as the configuration says where an argument is left out.
 
     Args:
         master_config: the configuration: an object, or the dict that a file would hold, which is checked like a file.
@@ -113,7 +113,7 @@ def setup(
 
 
 def recipe(config: GRPOMasterConfig, user_parts: UserParts = NOTHING) -> RolloutRecipe:
-    """Build the GRPO recipe from the configuration and user-supplied parts; start nothing.
+    """Build the GRPO recipe from the configuration and user-supplied parts without starting anything.
 
     Raises:
         ConfigError, DataError: the configuration or the data cannot be used.
@@ -238,7 +238,7 @@ class CreditAssignment:
             set_malformed_thinking(advantages, mask_BT, trajectories, config.malformed_thinking_advantage)
 
     def _components(self, trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
-        """Return the penalised, scaled reward components by name, each `[B]`; shaping is of the total reward only."""
+        """Return penalised, scaled reward components by name, each `[B]`, without shaping (of total rewards only)."""
         names = sorted({name for t in trajectories for name in t.reward_components})
         rewards = {
             name: torch.tensor([t.after_penalties(t.reward_components.get(name, 0.0)) for t in trajectories])

@@ -29,7 +29,7 @@ CALIBRATION_BINS = 10
 
 
 def recipe(config: RMMasterConfig, user_parts: UserParts = NOTHING) -> SupervisedRecipe:
-    """Build the recipe of a reward model; start nothing. Arguments and errors as in `sft.recipe`."""
+    """Build the recipe of a reward model without starting anything, with the arguments and errors of `sft.recipe`."""
     set_seed(config.rm.seed)
     tokenizer = user_parts.tokenizer_of(config.policy)
     ensure_distinct_pad_token(tokenizer)
@@ -56,7 +56,7 @@ class Scorer(Protocol):
     """A reward model."""
 
     def score(self, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> BatchedDataDict[Any]:
-        """Compute `scores [B]` in passes of `micro_batch_size` rows; None: as configured."""
+        """Compute `scores [B]` in passes of `micro_batch_size` rows, or of the configured size for None."""
 
 
 @dataclass(frozen=True)

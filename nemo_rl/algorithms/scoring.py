@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PolicyScoring:
-    """The stage that adds log-probabilities; a `runtime.run.Stage`.
+    """Adds log-probabilities to a batch, as a `runtime.run.Stage`.
 
     `forward_passes` decides once which of the two forward passes a run needs. With one optimizer update per batch the
     update's own forward pass sees the same weights as a separate one would, so `prev_logprobs` are left out and the
@@ -101,7 +101,7 @@ class PolicyScoring:
         return mask_sequences(tensors, errors_B, rewards, self.max_sequence_error)
 
     def _prev_logprobs(self, tensors: BatchedDataDict[Any], stale_BT: Tensor | None) -> Tensor:
-        """Compute the log-probabilities `[B, T]` that the ratio is relative to; see `apply`."""
+        """Compute the log-probabilities `[B, T]` to which the ratio is relative (see `apply`)."""
         if stale_BT is None:
             return self.policy.get_logprobs(tensors)["logprobs"]
         sampled_BT = tensors["generation_logprobs"]
@@ -111,7 +111,7 @@ class PolicyScoring:
 
 
 def _count_samples(tensors: BatchedDataDict[Any]) -> dict[str, float]:
-    """Write `num_counted_samples`; return the metrics of a batch in which no sample is masked."""
+    """Write `num_counted_samples`, and return the metrics of a batch in which no sample is masked."""
     tensors["num_counted_samples"] = torch.full_like(tensors["sample_mask"], float(num_counted_samples(tensors)))
     return masked_metrics()
 
@@ -124,7 +124,7 @@ def corrects_staleness(config: PolicyGradientMasterConfig) -> bool:
 def policy_scoring(
     config: PolicyGradientMasterConfig, policy: ScoringModel, needs_prev: bool, needs_reference: bool
 ) -> PolicyScoring:
-    """Build the stage of a run, and log what it cannot measure; see `PolicyScoring`."""
+    """Build the stage of a run, and log what it cannot measure (see `PolicyScoring`)."""
     corrects = corrects_staleness(config)
     if config.algorithm.overlap.mode == "ahead" and not corrects:
         logger.info(
@@ -136,7 +136,7 @@ def policy_scoring(
 
 
 def forward_passes(config: PolicyGradientMasterConfig, loss_fn: LossFunction, *, for_credit: bool) -> tuple[bool, bool]:
-    """Return whether a run needs `prev_logprobs` and reference log-probabilities; see `PolicyScoring`.
+    """Return whether a run needs `prev_logprobs` and reference log-probabilities (see `PolicyScoring`).
 
     This holds for batches of the policy's current weights; `PolicyScoring` adds `prev_logprobs` to batches with stale
     tokens. A loss of another kind than the configured one always gets `prev_logprobs`, and reference log-probabilities

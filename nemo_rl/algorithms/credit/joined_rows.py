@@ -35,7 +35,7 @@ class JoinedRows:
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory], batch: BatchedDataDict[Any]) -> Self:
-        """Return the layout of a training batch; stored rows are laid out as if each had one token.
+        """Return the layout of a training batch, with stored rows laid out as if each had one token.
 
         Args:
             trajectories: B samples.

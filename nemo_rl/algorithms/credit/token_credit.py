@@ -219,7 +219,7 @@ def _each(tokens: CountedTokens, value: float) -> Tensor:
 
 
 class TokenCredit:
-    """The stage that writes advantages and returns of tokens into a batch; a `runtime.run.Stage`.
+    """Writes advantages and returns of tokens into a batch, as a `runtime.run.Stage`.
 
     A sample with several conversations is one sequence: its tokens are those of all of them, in their order
     (`credit.joined_rows`).
@@ -297,7 +297,7 @@ class TokenCredit:
 
 
 def _value_metrics(tokens: CountedTokens, values_BN: Tensor, returns_BN: Tensor) -> dict[str, float]:
-    """Return the metrics of the critic before its update; 0 where no token counts, or where all returns are equal."""
+    """Return the metrics of the critic before its update, or 0 where no token counts or all returns are equal."""
     kept_BN = tokens.exists_BN.double()
     if not tokens.exists_BN.any():
         names = ("returns_mean", "values_mean", "values_min", "values_max", "critic/explained_var")

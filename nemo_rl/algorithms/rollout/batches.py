@@ -45,7 +45,7 @@ class Versioned(Protocol):
 
 @dataclass(frozen=True)
 class StoredVersion:
-    """The version of the policy's weights, stored with the position in the data; a `stored_parts.StoredPart`."""
+    """The version of the policy's weights, stored with the position in the data as a `stored_parts.StoredPart`."""
 
     policy: Versioned
     """The model under training."""
@@ -60,7 +60,7 @@ class StoredVersion:
 
 
 def age(trajectory: Trajectory, version: int) -> int:
-    """Return by how many versions the oldest weights that wrote a trajectory precede `version`; 0 for no tokens."""
+    """Return by how many versions the oldest weights that wrote a trajectory precede `version`, or 0 for no tokens."""
     return max((version - span.version for span in trajectory.all_weight_versions), default=0)
 
 
@@ -104,7 +104,7 @@ def stale_tokens(trajectories: Sequence[Trajectory], version: int, *, mixes_weig
 
 
 def num_stale_tokens(trajectories: Sequence[Trajectory], version: int, *, mixes_weights: bool = False) -> Tensor | None:
-    """Return `stale_tokens` in short: `[B]` int64, the position after the last stale token; None if there are none."""
+    """Return the position after each row's last stale token, `[B]` int64, or None if no token is stale."""
     ends = []
     for trajectory in trajectories:
         fresh = (span.start for span in trajectory.weight_versions if span.version >= version and not mixes_weights)
@@ -120,7 +120,7 @@ def age_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, f
 
 
 class RolloutBatches:
-    """Makes batches of rollouts; a `runtime.run.BatchSource`.
+    """Makes batches of rollouts, as a `runtime.run.BatchSource`.
 
     Args:
         rollouts: gives the trajectories.
@@ -213,7 +213,7 @@ class RolloutBatches:
         return batch
 
     def _waiting(self, phase: Phase) -> Phase:
-        """Return what measures waits under NeMo RL's names; NeMo RL has them only where sampling runs ahead."""
+        """Return a phase with NeMo RL's names for waits, which it has only where sampling runs ahead."""
         return phase if self.rollouts.max_staleness else lambda _: nullcontext()
 
     def trained(self, step: int, batch: StepBatch) -> None:
@@ -228,7 +228,7 @@ class RolloutBatches:
 def mark_stale(
     tensors: BatchedDataDict[Any], trajectories: Sequence[Trajectory], version: int, *, mixes_weights: bool = False
 ) -> Tensor | None:
-    """Return `stale_tokens` of the rows of trajectories; for stored rows write `NUM_STALE` into the batch instead."""
+    """Return `stale_tokens` of the rows of trajectories, or write `NUM_STALE` into a batch of stored rows."""
     rows = rows_of(trajectories)
     if STORED_ROWS not in tensors:
         return stale_tokens(rows, version, mixes_weights=mixes_weights)

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_environments(config: RolloutMasterConfig, tasks: Collection[str], user_parts: Mapping[str, Any]) -> None:
-    """Check the environments of a run; start nothing.
+    """Check the environments of a run without starting anything.
 
     Args:
         config: the run's configuration; `env` has a section for each environment.
@@ -45,7 +45,7 @@ def check_environments(config: RolloutMasterConfig, tasks: Collection[str], user
 
 
 def response_data(tokenizer: TokenizerType, config: RolloutMasterConfig) -> RunData:
-    """Check the environments with the tokenizer, and load the prompts of a run; some offer the tools of theirs.
+    """Check the environments with the tokenizer, and load the prompts of a run with the tools of their environments.
 
     Raises:
         ConfigError, DataError: the data cannot be used, or the tools or their parser cannot.

@@ -48,7 +48,7 @@ def make_runner(
     threads: ExitStack,
     review: ReviewSettings,
 ) -> RolloutRunner:
-    """Build the object that plays rollouts and reviews them; runner actors are registered on `threads`.
+    """Build the object that plays rollouts and reviews them, with runner actors registered on `threads`.
 
     Raises:
         ConfigError: there are fewer engines than runners.

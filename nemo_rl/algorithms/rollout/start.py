@@ -86,7 +86,7 @@ def as_sampled(rollouts: FreshRollouts) -> RolloutSource:
 
 @dataclass(frozen=True)
 class RolloutRecipe:
-    """The choices of an algorithm that samples; complete before anything starts."""
+    """The choices of an algorithm that samples, complete before anything starts."""
 
     tokenizer: PreTrainedTokenizerBase
     """Tokenizer of all models and of the data."""
@@ -204,7 +204,7 @@ def _start_workers(
     resources: ExitStack,
     budget: StartBudget,
 ) -> Workers:
-    """Start environments in the background, then engines and models; block until engines and models are ready."""
+    """Start environments in the background, then engines and models, and block until engines and models are ready."""
     cluster, seed = config.cluster, config.algorithm.seed
     with budget.phase("downloads"):
         download_models(model.model_name for _, _, model in config.model_keys())
@@ -252,7 +252,7 @@ def _connect(
     prompts: Prompts,
     started_at: float,
 ) -> Connection:
-    """Build the parts of a run around its workers; `threads` ends the threads that they start."""
+    """Build the parts of a run around its workers, with `threads` to end the threads that they start."""
     loop = EventLoopThread()
     threads.callback(loop.close)
     algorithm, cluster, policy = config.algorithm, config.cluster, workers.models["policy"]
@@ -328,7 +328,7 @@ def layout_of(
 
 
 def shared_engines(config: RolloutMasterConfig, engines: EngineGroup) -> Engines | None:
-    """The engines as a user to shared memory; None where they have their own devices."""
+    """The engines as a user of shared memory, or None where they have their own devices."""
     generation = config.policy.generation
     assert generation is not None, "engine_settings checks this"
     if not generation.colocated.enabled:
@@ -350,7 +350,7 @@ def validation_of(
     refitter: Refitter,
     trajectory_log: TrajectoryLog,
 ) -> Validation | None:
-    """Build the validation of a run; None without validation data."""
+    """Build the validation of a run, or return None without validation data."""
     data = recipe.data.all_validation
     if data is None:
         return None

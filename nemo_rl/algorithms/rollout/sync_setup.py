@@ -65,7 +65,7 @@ class SyncProbe:
         self._membership: int | None = None
 
     def check(self, batch: BatchedDataDict[Any], stale_BT: Tensor | None = None) -> None:
-        """Compare once; do nothing when these engines have been compared before.
+        """Compare once, or do nothing if these engines have been compared before.
 
         Only tokens of the current weights are compared. A batch without any leaves the comparison to a later one.
 
@@ -94,7 +94,7 @@ class SyncProbe:
         logger.info("Engines sample from the policy: mult_prob_error %.6f in the first batch.", error)
 
     def _errors(self, batch: BatchedDataDict[Any]) -> Tensor:
-        """Compute `exp(|log p_trainer - log p_engine|)` at sampled tokens, 0 elsewhere; `[B, T]`."""
+        """Compute `exp(|log p_trainer - log p_engine|)` at sampled tokens, and 0 elsewhere, as `[B, T]`."""
         difference_BT = self._policy.get_logprobs(batch)["logprobs"] - batch["generation_logprobs"]
         return torch.where(batch["token_mask"] > 0, bounded_exp(difference_BT.abs()), 0.0)
 
@@ -190,7 +190,7 @@ def refit_policy_generation(
     timer: Timer | None = None,
     kv_scales: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
-    """Move the policy's weights to engines, with NeMo RL's arguments; a run does so itself when they are stale.
+    """Move the policy's weights to engines with NeMo RL's arguments, as a run does itself for stale engines.
 
     Args:
         policy: the source of the weights.
@@ -231,7 +231,7 @@ def refit_policy_generation(
 def make_probe(
     config: PolicyConfig, cluster: ClusterConfig, policy: Policy, engines: EngineGroup, refitter: Refitter
 ) -> SyncProbe:
-    """Build the check of the first sync; arguments as `make_refitter`."""
+    """Build the check of the first sync, from the arguments of `make_refitter`."""
     generation = config.generation
     assert generation is not None, "engine_settings checks this"
     formats = {config.precision, engine_precision(config)}
@@ -248,7 +248,7 @@ def make_probe(
 
 
 def choose_transport(asked: str, cluster: ClusterConfig, colocated: bool) -> TransportName:
-    """Resolve `weight_sync.transport=auto`; `config.rules.training` refuses transports that cannot work."""
+    """Resolve `weight_sync.transport=auto`, while `config.rules.training` refuses impossible transports."""
     if asked != "auto":
         return asked  # type: ignore[return-value]
     if cluster.uses_gpu:

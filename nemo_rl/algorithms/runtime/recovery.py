@@ -32,12 +32,12 @@ class Replaceable(Protocol):
     """A model whose ranks can be replaced."""
 
     def find_loss(self, *, silence_is_loss: bool) -> str | None:
-        """Return in one line why the ranks have to be replaced; None if they need not be."""
+        """Return in one line why the ranks have to be replaced, or None if they need not be."""
 
 
 @dataclass(frozen=True)
 class Connection:
-    """The parts of a run in the controller, which connect its workers; fields without a text are as in `Run`."""
+    """The parts of a run in the controller, which connect its workers, with fields as in `Run` if they have no text."""
 
     session: Session
     source: BatchSource
@@ -68,7 +68,7 @@ class Cause:
 
 @dataclass
 class Recovery:
-    """Makes a run ready to be trained again; a `Run.recover`."""
+    """Makes a run ready to be trained again, as a `Run.recover`."""
 
     max_restarts: int
     """Number of restarts after which a failure ends the run."""

@@ -189,7 +189,7 @@ def _identity(row: Trajectory) -> dict[str, Any]:
 
 
 def _write_both(path: Path, summary: Mapping[str, Any], content: Mapping[str, Any]) -> None:
-    """Write the two files of a record; a file of JSON is there only if the other one belongs to it."""
+    """Write the two files of a record, with a JSON file only if the other one belongs to it."""
     tensors = path.with_suffix(".pt")
     path.unlink(missing_ok=True)  # of this step of an earlier run in the folder
     try:

@@ -1,4 +1,4 @@
-"""Re-export the command line under its former path; programs import it from `nemo_rl.launch.command_line`."""
+"""Re-export the command line, which is now in `nemo_rl.launch.command_line`, under its former path."""
 
 from nemo_rl.compat.public_names import public_names
 

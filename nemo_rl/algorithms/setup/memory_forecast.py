@@ -49,7 +49,7 @@ _WAYS_OUT = (
 def log_memory(
     cluster: ClusterConfig, roles: Mapping[str, Role], available: float | None, rows_per_sample: int = 1
 ) -> str:
-    """Log the predicted memory of each model's ranks; warn if it is more than the ranks have.
+    """Log the predicted memory of each model's ranks, and warn if it is more than the ranks have.
 
     Args:
         roles: models of the run by name, the policy among them.
@@ -104,7 +104,7 @@ def ways_to_less(name: str, section: PolicyConfig) -> str:
 def memory_of_a_rank(
     cluster: ClusterConfig, gpu_size: float | None = None, host_size: float | None = None
 ) -> float | None:
-    """Return the bytes of one GPU, or a rank's share of a machine; None if the machines are on a cluster.
+    """Return the bytes of one GPU, or a rank's share of a machine, or None if the machines are on a cluster.
 
     Args:
         cluster: the machines; `gpu_memory_gb` comes first.
@@ -122,7 +122,7 @@ def memory_of_a_rank(
 
 
 def gpu_bytes() -> float | None:
-    """Return the bytes of the smallest GPU that this process may use; None if the driver does not report them."""
+    """Return the bytes of the smallest GPU that this process may use, or None if the driver does not report them."""
     try:
         return min(float(total) for (total,) in query_gpus("memory.total")) * 2**20
     except ValueError:
@@ -362,7 +362,7 @@ class _Forecast:
         return self.device * settings.gpu_memory_utilization - self._engine.weights - self._engine.workspace
 
     def cache_tokens(self) -> float:
-        """Return the tokens that the cache has room for; negative where weights and workspace alone do not fit."""
+        """Return the tokens that the cache has room for, negative if weights and workspace alone do not fit."""
         return self._cache_bytes / self._engine.cache_per_token
 
     def engine(self) -> Moment:

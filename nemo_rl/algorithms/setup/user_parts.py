@@ -28,7 +28,7 @@ from nemo_rl.utils.errors import ConfigError, did_you_mean
 
 @dataclass(frozen=True)
 class UserParts:
-    """User-supplied parts of a run; None (or no entry) takes the configured part."""
+    """User-supplied parts of a run, with None (or no entry) for the configured part."""
 
     tokenizer: PreTrainedTokenizerBase | None = None
     """Tokenizer of all models and of the data."""
@@ -81,7 +81,7 @@ class UserParts:
         return self.tokenizer
 
     def data(self, config: MasterConfig, load: Callable[[], RunData], *, sampled: bool = False) -> RunData:
-        """Return the rows of the run; its models and engines accept them.
+        """Return the rows of the run, after checking that its models and engines accept them.
 
         Args:
             load: function that loads the configured data.

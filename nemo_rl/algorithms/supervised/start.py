@@ -1,4 +1,4 @@
-"""Starts a run from the recipe of a supervised algorithm: data, policy, validation, session; draws its batches.
+"""Starts a run from the recipe of a supervised algorithm (data, policy, validation, session) and draws its batches.
 
 `sft`, `dpo`, `kto` and `rm` build a `SupervisedRecipe` with their differences; `Setup` is their common `setup`. Order
 as in `rollout.start`: all checks first, then Ray and the policy's ranks, then the parts that connect them.
@@ -73,7 +73,7 @@ class LossValidator:
     """Names in the report by the names of the loss's metrics; None reports all."""
 
     def __call__(self, step: int) -> dict[str, float]:
-        """Return metrics of the whole validation; counts are summed, other metrics are averaged by these counts."""
+        """Return metrics of the whole validation, with summed counts and other metrics averaged by these counts."""
         batches = []
         for batch in self.batches:
             prepared = StepBatch(batch)
@@ -116,7 +116,7 @@ type ValidationBatches = Iterable[BatchedDataDict[Any]]
 
 @dataclass(frozen=True)
 class SupervisedRecipe:
-    """The parts of a supervised run that depend on its algorithm; built before anything starts."""
+    """The parts of a supervised run that depend on its algorithm, built before anything starts."""
 
     tokenizer: PreTrainedTokenizerBase
     """Tokenizer of model and data."""
@@ -157,14 +157,14 @@ class Setup[Config: SupervisedMasterConfig]:
         loss_fn: LossFunction | None = None,
         started_at: float = 0.0,
     ) -> Run:
-        """Build a run of the algorithm and start its workers; arguments and errors as in `grpo.setup`."""
+        """Build a run of the algorithm and start its workers, with the arguments and errors of `grpo.setup`."""
         user_parts = UserParts(tokenizer, train_dataset, val_dataset, loss_fn=loss_fn)
         config = user_parts.checked(master_config, self.schema)
         return start_run(config, self.recipe(config, user_parts), started_at)
 
 
 class WrittenBatches:
-    """Draws batches of written rows, each one optimizer update; a `runtime.run.BatchSource`.
+    """Draws batches of written rows, each one optimizer update, as a `runtime.run.BatchSource`.
 
     Args:
         rows: batches, epoch after epoch.
@@ -199,7 +199,7 @@ class WrittenBatches:
 
 
 def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_at: float = 0.0) -> Run:
-    """Start Ray and the policy's ranks, and connect them; arguments and errors as in `rollout.start.start_run`."""
+    """Start Ray and the policy's ranks, and connect them as `rollout.start.start_run` does, with its errors."""
     budget = StartBudget(started_at)
     check_added_models(config, recipe.roles)
     rows = make_rows(config, recipe)
@@ -268,7 +268,7 @@ def _start_models(
     resources: ExitStack,
     budget: StartBudget,
 ) -> dict[str, Policy]:
-    """Start Ray and the ranks of all models; blocks until they are ready."""
+    """Start Ray and the ranks of all models, and block until they are ready."""
     cluster, seed = config.cluster, config.algorithm.seed
     with budget.phase("downloads"):
         download_models(model.model_name for _, _, model in config.model_keys())
