@@ -53,7 +53,7 @@ from nemo_rl.utils.errors import ConfigError
 
 
 class RewardModel(ShardableModel):
-    """Wraps a sequence classifier; see the module docstring."""
+    """Wraps a sequence classifier, as the module docstring describes."""
 
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ logger = logging.getLogger(__name__)
 
 
 class CausalLMWithLogprobs(ShardableModel):
-    """Wraps a Hugging Face model; see the module docstring."""
+    """Wraps a Hugging Face model, as the module docstring describes."""
 
     draft: DraftTrainer | None = None
     """The draft model's trainer, which learns from training passes; None: there is none."""
@@ -293,7 +293,7 @@ def build_causal_lm(
 
 
 def _rows_here(parameter: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return this rank's rows of a parameter of the head; all rows if there is no group."""
+    """Return this rank's rows of a parameter of the head, or all rows if there is no group."""
     if group is None:
         return parameter
     assert isinstance(parameter, DTensor), "tensor-parallel ranks divide the head"

@@ -81,7 +81,7 @@ class Meeting:
 
 
 def meet(settings: EngineSettings) -> Meeting:
-    """Return the meeting of this process with the others of its engine; its rank is in the variable RANK."""
+    """Return the meeting of this process, whose rank is in the variable RANK, with the others of its engine."""
     _, place = engine_of(int(os.environ["RANK"]), settings.num_workers)
     return enter_engine(settings.device, place, settings.num_workers)
 
@@ -124,7 +124,7 @@ def enter_engine(device: str, place: int, num_places: int) -> Meeting:
 
 
 def _name_of_machine() -> str:
-    """Return a name that processes of the same machine share; Ray's, as it may move two sets of places to one node."""
+    """Return a name that processes of the same machine share, from Ray if it runs, as it may join places on a node."""
     return ray.get_runtime_context().get_node_id() if ray.is_initialized() else os.environ.get("NODE_RANK", "0")
 
 
@@ -158,7 +158,7 @@ class Outcome(NamedTuple):
 
 
 class Answer(Future[Any]):
-    """Value of a call; it is read from the link when `result` is called."""
+    """Value of a call, which is read from the link when `result` is called."""
 
     def __init__(self, link: "Link"):
         super().__init__()
@@ -196,7 +196,7 @@ class Link:
         self._due: deque[Answer] = deque()
 
     def when_it_brings(self, loop: asyncio.AbstractEventLoop, receive: Callable[[], object]) -> None:
-        """Let an event loop call a function whenever a message starts to arrive; the function receives the message."""
+        """Let an event loop call a function whenever a message starts to arrive, so that it receives the message."""
         descriptor = self._connection.fileno()
         loop.add_reader(descriptor, receive)
         # uvloop, on which Ray's actors run, makes a watched socket non-blocking (libuv's `uv_poll_init`). Reading a
@@ -204,7 +204,7 @@ class Link:
         os.set_blocking(descriptor, True)
 
     def send(self, message: object) -> None:
-        """Send a picklable message; tensors are sent as copies."""
+        """Send a picklable message, with copies of tensors."""
         self._send(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
 
     def _send(self, message: bytes) -> None:
@@ -222,11 +222,11 @@ class Link:
         return pickle.loads(received)
 
     def call(self, call: Call) -> Answer | None:
-        """Send a call to a rank; return None if no answer is wanted."""
+        """Send a call to a rank, and return None if no answer is wanted."""
         return call_all([self], call, [call.wants_answer])[0]
 
     def call_packed(self, packed: bytes, *, wants_answer: bool) -> Answer | None:
-        """Send a pickled `Call`; as `call`."""
+        """Send a pickled `Call` as `call` does."""
         self._send(packed)
         if not wants_answer:
             return None
@@ -265,7 +265,7 @@ class Link:
 
 
 def open_links(meeting: Meeting, name: str, places: Sequence[int]) -> list[Link]:
-    """Open links to other places, which call `open_link` with the same name; returns them in the order of `places`."""
+    """Open links to other places, which call `open_link` with the same name, and return them in the places' order."""
     if not places:
         return []
     key, links = secrets.token_bytes(32), dict[int, Link]()
@@ -321,7 +321,7 @@ _PATIENCE_S = 2.0
 
 @contextmanager
 def ending_if_alone(links: Sequence[Link]) -> Iterator[None]:
-    """Run a block; if it fails because a process at the other end of a link is gone, end this process too."""
+    """Run a block, and end this process if it fails because a process at the other end of a link is gone."""
     try:
         yield
     except Exception:
@@ -357,7 +357,7 @@ class ServedRank:
             asyncio.get_running_loop().call_later(2 * _PATIENCE_S, os._exit, 1)
 
     async def generate(self, request_id: str, request: GenerationRequest) -> GenerationResult:
-        """See `Engine.generate`; requests go to worker 0."""
+        """See `Engine.generate`. Requests go to worker 0."""
         raise NotImplementedError("Requests go to worker 0 of an engine.")
 
     async def abort(self, request_ids: Collection[str]) -> None:
@@ -367,7 +367,7 @@ class ServedRank:
         """See `Engine.begin_weight_update`."""
 
     async def finish_weight_update(self, version: int) -> list[str]:
-        """See `Engine.finish_weight_update`; the default lets worker 0 report missing tensors of all ranks."""
+        """See `Engine.finish_weight_update`. By default worker 0 reports missing tensors of all ranks."""
         return []
 
     async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:

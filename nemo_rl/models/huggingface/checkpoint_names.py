@@ -113,7 +113,7 @@ class _OnlyViews(TorchDispatchMode):
     """Makes copies views, so that the strides of a result show where its elements come from."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return an alias instead of a copy; do other operations."""
+        """Return an alias instead of a copy, and do other operations."""
         if func is torch.ops.aten.clone.default:
             return torch.ops.aten.alias.default(args[0])
         return func(*args, **(kwargs or {}))
@@ -172,7 +172,7 @@ def groups_in_memory(
 
 
 def _block(source: Tensor, result: Tensor) -> Result | None:
-    """Return which block of a contiguous tensor another one is; None if it is none."""
+    """Return which block of a contiguous tensor another one is, or None if it is no block."""
     if StorageWeakRef(result.untyped_storage()) != StorageWeakRef(source.untyped_storage()):
         return None
     strides, position, starts = source.stride(), int(result.storage_offset()), []

@@ -69,7 +69,7 @@ def logit_transform(hf_config: PretrainedConfig) -> LogitTransform:
 
 
 class Scoring:
-    """Scores hidden states; GPTModel calls it in the last stage with the `RankInputs` as context.
+    """Scores hidden states, when GPTModel calls it in the last stage with the `RankInputs` as context.
 
     Args:
         groups: the ranks that divide tokens and vocabulary.
@@ -141,7 +141,7 @@ class Scoring:
         return self._of_all(first, context), self._of_all(second, context)
 
     def _hidden(self, hidden_states: Tensor, positions_k: Tensor, *, partial_gradient: bool) -> Tensor:
-        """Return `[k, D]` at some positions; the backward pass sums a divided head's gradients over its ranks."""
+        """Return `[k, D]` at some positions, with a divided head's gradients summed over its ranks."""
         if self._groups.sequence_parallel:
             hidden_states = all_gather(hidden_states, 0, self._groups.tp, partial_gradient=partial_gradient)
         hidden_kD = hidden_states.flatten(0, 1).index_select(0, positions_k)

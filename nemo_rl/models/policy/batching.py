@@ -83,7 +83,7 @@ def training_strategy(
 
 
 def logprob_strategy(config: PolicyConfig, micro_batch_size: int | None = None) -> MicrobatchStrategy:
-    """Choose how microbatches of log-prob passes are formed; arguments as for `training_strategy`."""
+    """Choose how microbatches of log-prob passes are formed, with the arguments of `training_strategy`."""
     size = config.logprob_batch_size
     packing, dynamic = config.sequence_packing, config.dynamic_batching
     tokens = packing.logprob_mb_tokens if packing.enabled else dynamic.logprob_mb_tokens

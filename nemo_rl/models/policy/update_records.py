@@ -76,7 +76,7 @@ def start_recording(policy: Policy, *, of_modules: bool) -> None:
 
 
 def take_records(policy: Policy) -> list[UpdateRecord]:
-    """Return what the ranks recorded since `start_recording`, one record for each update; recording stops.
+    """Stop the recording, and return what the ranks recorded since `start_recording`, one record for each update.
 
     Raises:
         DeadlineExceededError, WorkerDiedError: a rank does not answer.

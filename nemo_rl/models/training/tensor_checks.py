@@ -54,7 +54,7 @@ def _may_not_be_finite(tensor: Tensor) -> bool:
 
 
 def on_all_ranks(names: list[str]) -> list[str]:
-    """Return the names found on any rank, in the order of ranks; collective."""
+    """Return the names found on any rank, in the order of ranks, in a collective call."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return names
     found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
@@ -110,7 +110,7 @@ class Fingerprint:
         return math.sqrt(self.square_sum)
 
     def distance(self, other: "Fingerprint") -> float:
-        """Estimate the distance of two tensors, usually right within a factor of 2; 0 if the bits are equal.
+        """Estimate the distance of two tensors, usually right within a factor of 2, or 0 if the bits are equal.
 
         It is infinite if one of the tensors is not finite.
         """
@@ -160,12 +160,12 @@ def fingerprint(tensor: Tensor, shape: Sequence[int] | None = None, offset: Sequ
 
 
 def pieces(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
-    """Compute the fingerprints of this rank's pieces of tensors; a rank without elements of a tensor has none."""
+    """Compute the fingerprints of this rank's pieces of tensors, except tensors of which it has no elements."""
     return {name: _piece(tensor) for name, tensor in tensors.items() if _has_elements(tensor)}
 
 
 def joined(of_ranks: Iterable[Mapping[str, Piece]]) -> dict[str, Fingerprint]:
-    """Add up the pieces of whole tensors, by name; a piece that several ranks hold counts once."""
+    """Add up the pieces of whole tensors, by name, and count a piece that several ranks hold once."""
     found: dict[str, dict[tuple[int, ...], Fingerprint]] = {}
     for of_rank in of_ranks:
         for name, piece in of_rank.items():
@@ -179,7 +179,7 @@ def added(parts: Iterable[Fingerprint]) -> Fingerprint:
 
 
 def _has_elements(tensor: Tensor) -> bool:
-    """Return whether this rank holds elements of a tensor; a DTensor itself counts those of all ranks."""
+    """Return whether this rank holds elements of a tensor, counting only the local part of a DTensor."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return bool(local.numel())
 

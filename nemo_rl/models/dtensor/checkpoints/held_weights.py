@@ -118,7 +118,7 @@ def _read(result: Result, place: Part, once: _Once) -> list[Tensor]:
 def _converted_whole(
     hf: PreTrainedModel, group: Group, names: Sequence[str], value: Value, order: tuple[int, int], dtype: str
 ) -> Iterator[Readable]:
-    """Yield the results of a conversion that needs whole weights; the ranks that divide them gather them."""
+    """Yield the results of a conversion that needs whole weights, which the ranks that divide them gather."""
     weights = weights_by_name(hf)
     empty = {name: torch.empty(weights[name].shape, device="meta") for name in names}
     results: dict[str, Tensor] = {}

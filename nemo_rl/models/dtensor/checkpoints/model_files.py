@@ -79,7 +79,7 @@ class Piece:
 
 
 def local_box(like: Tensor) -> Box:
-    """Return the position of this rank's part in the whole tensor; empty if the part is the whole tensor."""
+    """Return the position of this rank's part in the whole tensor, or () if the part is the whole tensor."""
     if not isinstance(like, DTensor):
         return ()
     shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
@@ -174,7 +174,7 @@ def _whole(pieces: list[Piece]) -> Tensor:
 
 
 def weights_by_name(hf: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by the model's own names, tied ones once; not copied.
+    """Return parameters and persistent buffers, not copied, by the model's own names, tied ones once.
 
     A pipeline stage returns those that it holds, tied ones under the name that the whole model has for them.
     """
@@ -239,7 +239,7 @@ def _write_weights(
 
 
 def load_weights(hf: PreTrainedModel, weights_path: Path) -> None:
-    """Read weights into the model in place; each rank reads its own part.
+    """Read weights into the model in place, on each rank its own part.
 
     Raises:
         CheckpointError: the folder has no weights, or they do not fit this model.
@@ -265,7 +265,7 @@ def saved_weights(folder: Path) -> TensorFiles:
 
 @torch.no_grad()
 def read_weights(hf: PreTrainedModel, tensors: TensorFiles, *, strict: bool = False) -> set[str]:
-    """Read weights from files into the model in place, in the model's dtype; each rank reads its own part.
+    """Read weights from files into the model in place, in the model's dtype, on each rank its own part.
 
     Only the rank's part of a tensor is read if it needs no conversion. Tensors that are converted together are in
     memory together, one group at a time.
@@ -323,5 +323,5 @@ def fill(parameter: Tensor, value: Tensor) -> None:
 
 
 def local_part(value: Tensor, like: Tensor) -> Tensor:
-    """Return the part of a whole tensor that this rank holds of `like`; the whole tensor if `like` is not sharded."""
+    """Return the part of a whole tensor that this rank holds of `like`, or all if `like` is not sharded."""
     return value[local_box(like)]

@@ -143,7 +143,7 @@ def _needs(step: Pass, num_chunks: int) -> set[Pass]:
 
 
 def _exchanges(ran: dict[int, Pass], num_stages: int, num_chunks: int) -> dict[int, Exchange]:
-    """Return each stage's sends and receives after the passes of one round; stages without any are left out."""
+    """Return each stage's sends and receives after the passes of one round, without stages that have none."""
     sends: dict[int, list[Transfer]] = {}
     receives: dict[int, list[Transfer]] = {}
     for stage, step in ran.items():
@@ -223,7 +223,7 @@ class Pipeline:
 def pipeline_for(
     model: ShardableModel, config: PolicyConfig, meshes: Meshes, score: Score, enter: Enter
 ) -> Pipeline | None:
-    """Return the `Pipeline` of a model that was divided into stages; None for a whole model."""
+    """Return the `Pipeline` of a model that was divided into stages, or None for a whole model."""
     stage = stage_of(model.hf)
     if stage is None:
         return None
@@ -330,7 +330,7 @@ class _Round:
     """Time after which a wait raises; None leaves that to the group's watchdog."""
 
     def wait(self) -> None:
-        """Wait for the sends and receives; on GPUs only the current stream waits. Later calls return immediately."""
+        """Wait for the sends and receives, on GPUs in the current stream only. Later calls return immediately."""
         for work in self.works:
             work.wait(self.limit) if self.limit else work.wait()
         self.works, self.sent = [], []

@@ -109,7 +109,7 @@ def is_proven(number: str) -> bool:
 
 
 def remember(number: str) -> None:
-    """Store a proof; if the folder cannot be written, the next run repeats the proof."""
+    """Store a proof, unless the folder cannot be written, so that the next run repeats the proof."""
     try:
         folder().mkdir(parents=True, exist_ok=True, mode=0o700)
         (folder() / number).touch()
@@ -169,7 +169,7 @@ class _Question:
         return " x ".join(_keys(self.policy)) or "one rank"
 
     def failure(self) -> Failure | None:
-        """Return why the mesh is not correct; None if it is correct."""
+        """Return why the mesh is not correct, or None if it is correct."""
         try:
             found = answers(lambda _: _prove(self), 1, TIMEOUT_S, own_group=True)
         except DeadlineExceededError:
@@ -229,7 +229,7 @@ def _alone(policy: PolicyConfig) -> str:
 
 
 def _prove(question: _Question) -> Failure | None:
-    """Compare one process with the ranks; runs in the prover process.
+    """Compare one process with the ranks, inside the prover process.
 
     Computes in float64, which shows small errors, or in float32 if the architecture fails in float64. Models with
     experts are compared in float32 as well, because grouped matrix products do not support float64.
@@ -250,7 +250,7 @@ def _prove(question: _Question) -> Failure | None:
 
 
 def _difference(task: Any, tolerance: float) -> Failure | None:
-    """Return the difference between the ranks and one process; None if they agree."""
+    """Return the difference between the ranks and one process, or None if they agree."""
     from nemo_rl.models.dtensor.proof.numbers import RankNumbers, one_process
 
     try:

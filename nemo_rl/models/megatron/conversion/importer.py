@@ -41,7 +41,7 @@ class TensorSource(Protocol):
 def load_huggingface(
     chunks: Sequence[nn.Module], hf_config: PretrainedConfig, folder: Path, *, has_scalar_head: bool = False
 ) -> None:
-    """Fill every parameter of this rank's chunks; collective over pipeline and experts.
+    """Fill every parameter of this rank's chunks, in a collective call over pipeline and experts.
 
     Args:
         chunks: the rank's virtual stages, wrapped or not.
@@ -129,7 +129,7 @@ class _Sent:
 
 
 class HubReceiver:
-    """Receives the tensors of weight updates; the constructor is collective over pipeline and experts.
+    """Receives the tensors of weight updates, after a collective constructor over pipeline and experts.
 
     Args:
         chunks: the rank's virtual stages.

@@ -50,7 +50,7 @@ class Layout(Protocol):
 
 @dataclass(frozen=True)
 class Stacked:
-    """Parts of the same size; each shard holds its share of the first part, then of the second part, and so on."""
+    """Parts of the same size, of which each shard holds its share of the first, then of the second, and so on."""
 
     num_parts: int = 1
     """2 for gate above up; 1 for a parameter that is one hub tensor."""
@@ -68,7 +68,7 @@ class Stacked:
 
 @dataclass(frozen=True)
 class Grouped:
-    """Queries, keys and values of attention; for each key head: the query heads that share it, the key, the value.
+    """Queries, keys and values of attention, as rows of each key head's queries, then its key, then its value.
 
     Shards are equal ranges of these rows. With more shards than key heads the ranges divide groups, and Megatron Core
     gathers the projections.
@@ -141,7 +141,7 @@ class Part:
         return box if self.expert is None else (slice(self.expert, self.expert + 1), *box)
 
     def in_tensor(self, values: Sequence[Tensor]) -> Tensor:
-        """Return the values of a `box`, from those of the part; of interleaved shares, from the same rows of each."""
+        """Return the values of a `box` from those of the part, or from the same rows of each interleaved share."""
         rows = torch.stack(list(values), dim=1).flatten(0, 1) if self.interleaved else values[0]
         rows = rows.t() if self.transposed else rows
         return rows if self.expert is None else rows[None]
@@ -197,7 +197,7 @@ class Rule:
         return [(rows, *shape[1:]) for rows in self.layout.part_rows(shape[0])]
 
     def joined(self, index: int, shards: Sequence[Tensor]) -> Tensor:
-        """Join a part from its rows in each shard; a view if one shard holds all rows together.
+        """Join a part from its rows in each shard, as a view if one shard holds all rows together.
 
         Args:
             index: index of the part.

@@ -47,7 +47,7 @@ _BUILDERS: dict[LossInputType, BuildInputs] = {
 
 
 def input_type_of(loss_fn: AnyLossFunction) -> LossInputType:
-    """Return the input type of a loss; log-probabilities if a user's own loss declares none."""
+    """Return the input type of a loss, or log-probabilities if a user's own loss declares none."""
     return getattr(loss_fn, "input_type", LossInputType.LOGPROB)
 
 
@@ -175,7 +175,7 @@ def join_updates(updates: Sequence[Mapping[str, float]], loss_fn: AnyLossFunctio
 
 
 def _weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
-    """Average values; a single value is returned bit for bit, and weights of 0 everywhere count as equal weights."""
+    """Average values, a single value bit for bit, and with equal weights if all weights are 0."""
     if len(values) == 1:
         return values[0]
     return statistics.fmean(values, weights if any(weights) else None)

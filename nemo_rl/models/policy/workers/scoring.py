@@ -1,4 +1,4 @@
-"""Score the rows of one rank, for every training backend; `rank.PolicyWorker` adds what changes the model.
+"""Score the rows of one rank, for every training backend, while `rank.PolicyWorker` changes the model.
 
 What a model gives for a token is a property of its head: a log-probability, or a number of a scalar head. Which tokens
 are asked is a property of the inputs (`models.training.inputs`). Invariant: as in `rank`, all ranks make the same calls
@@ -91,7 +91,7 @@ class ScoringWorker:
         return self._of_tokens(data, sizes)
 
     def get_values(self, data: BatchedDataDict[Any], sizes: Sequence[int]) -> Tensor:
-        """Return the scalar head's output before every token of this rank's rows; only for models with such a head.
+        """Return the scalar head's output before every token of this rank's rows, for models with such a head.
 
         Args:
             data: as in `get_logprobs`, or stored rows.
@@ -117,7 +117,7 @@ class ScoringWorker:
         return list(layers), [self.backend.join_tokens(output)[: len(token_ids)] for output in outputs]
 
     def score(self, data: BatchedDataDict[Any], sizes: Sequence[int]) -> Tensor:
-        """Score this rank's whole rows; only for reward models.
+        """Score this rank's whole rows, for reward models only.
 
         Args:
             data: `input_ids [b, T]` and `input_lengths [b]`, in microbatch order.
@@ -167,7 +167,7 @@ class ScoringWorker:
             return self.get_logprobs(data, sizes)
 
     def keep_logprobs(self, data: BatchedDataDict[Any], sizes: Sequence[int], of_reference: bool) -> Kept | None:
-        """Score stored rows, and leave the scores in the object store; None if another rank returns them."""
+        """Score stored rows, and leave the scores in the object store, or return None if another rank returns them."""
         rows = with_tokens(data)
         scores = self.get_reference_policy_logprobs(rows, sizes) if of_reference else self.get_logprobs(rows, sizes)
         return keep(rows, scores, None if of_reference else stale_of(data)) if self._gives_scores else None
@@ -188,6 +188,6 @@ class ScoringWorker:
         return self._given(scores)
 
     def _given(self, parts: list[Tensor]) -> Tensor:
-        """Join the scores of all microbatches; empty if another rank returns them, or this stage has none."""
+        """Join the scores of all microbatches, or return no scores if another rank or stage has them."""
         device_for(self.backend.device.type != "cpu").synchronize()
         return torch.cat(parts) if self._gives_scores else torch.empty(0)
