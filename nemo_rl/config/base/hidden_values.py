@@ -110,7 +110,7 @@ def public_values(config: BaseModel, mode: Literal["json", "python"] = "json") -
 
 
 def hidden_in(config: BaseModel) -> Mapping[Place, str]:
-    """Return what `hidden_values` found when a configuration was loaded; empty for one that was built in code."""
+    """Return the findings of `hidden_values` when a configuration was loaded, or none if it was built in code."""
     found: Mapping[Place, str] = getattr(config, "hidden_places", {})
     return found
 

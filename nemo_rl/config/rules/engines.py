@@ -44,7 +44,7 @@ def product(engine: EngineConfig) -> str:
 
 
 def misplaced(tensor: int, size: int, counts: Sequence[int]) -> str | None:
-    """Say what is wrong with the number of ranks on each machine; None if they divide into engines.
+    """Describe a wrong number of ranks on a machine, or return None if all ranks divide into engines.
 
     Args:
         tensor: ranks of a tensor-parallel group.

@@ -119,7 +119,7 @@ class ChangedKey:
 
     @property
     def about(self) -> str | None:
-        """The subject of the key, as in `APPLIED`; None if it is not there."""
+        """The subject of the key, as in `APPLIED`, or None if it is not there."""
         names = {self.key, f"policy.{self.key.partition('.')[2]}"} if self.of_model else {self.key}
 
         def holds(pattern: str) -> bool:

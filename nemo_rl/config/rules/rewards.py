@@ -86,7 +86,7 @@ def check_effort_levels(levels: Mapping[str, EffortLevelConfig], grpo: GRPOConfi
 
 
 def left_by_gym(cluster: ClusterConfig, environments: Mapping[str, Any]) -> ClusterConfig:
-    """Return the machines that models of NeMo Gym's servers leave to the run; all of them if there are too few."""
+    """Return the machines that models of NeMo Gym's servers leave to the run, or all if there are too few."""
     section = environments.get(NEMO_GYM)
     taken = section.num_gpu_nodes if isinstance(section, NemoGymConfig) and cluster.uses_gpu else 0
     if not 0 < taken < cluster.num_nodes:

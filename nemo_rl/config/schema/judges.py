@@ -33,7 +33,7 @@ _WITHOUT_MEANING = frozenset(
 
 
 class JudgeEngineConfig(Section):
-    """Engines of the run that serve the judge's model; its weights do not change."""
+    """Engines of the run that serve the judge's model, whose weights do not change."""
 
     place: ClassVar[str] = "env.llm_judge.engine"
 
@@ -95,7 +95,7 @@ class JudgeEngineConfig(Section):
 
 
 def _refused(name: str) -> str | None:
-    """Return why a key of `policy.generation` cannot be used for a judge; None if it can."""
+    """Return why a key of `policy.generation` cannot be used for a judge, or None if it can."""
     if name in _OF_THE_JUDGE:
         return f"write env.llm_judge.{_OF_THE_JUDGE[name]} instead of {name}"
     if name in _WITHOUT_MEANING:

@@ -59,7 +59,7 @@ class PPOAdvantageConfig(Section):
 
 
 class AsyncPPOConfig(AsyncGRPOConfig):
-    """NeMo RL's section for overlap; the same as `overlap` with `mode=ahead` and `order=in_order`."""
+    """NeMo RL's section for overlap, the same as `overlap` with `mode=ahead` and `order=in_order`."""
 
     ignored: ClassVar[dict[str, str]] = {
         "warmup_generation_lead_steps": "max_trajectory_age_steps is the lead of sampling in all steps; while only the "
@@ -100,7 +100,7 @@ class ValueHeadConfig(RewardModelConfig):
 
 
 class ValueConfig(SecondModelConfig):
-    """The critic, which predicts the rewards that follow; what it shares with `policy` follows it."""
+    """The critic, which predicts the rewards that follow, with unset shared keys taken from `policy`."""
 
     place: ClassVar[str] = "value"
 

@@ -70,7 +70,7 @@ class RewardPenaltyConfig(Section):
 
 
 class EffortLevelConfig(Section):
-    """One level. Each prompt has one, drawn from (seed, phase, row); all answers to it have the same."""
+    """One level. Each prompt has one for all its answers, drawn from (seed, phase, row)."""
 
     weight: Factor = 1.0
     """Share of the prompts with this level, relative to the weights of the others."""

@@ -97,7 +97,7 @@ class PlacementConfig(Section):
 
     @property
     def shares_with(self) -> str | None:
-        """Name of the model whose devices are shared; None: the model has its own."""
+        """Name of the model whose devices are shared, or None if the model has its own."""
         return self.with_model if self.enabled else None
 
 
@@ -224,7 +224,7 @@ class PolicyConfig(Section):
 
     @property
     def sampling(self) -> GenerationConfig:
-        """The section `generation` of a policy that samples; the checks of such runs refuse null."""
+        """The section `generation` of a policy that samples, which the checks of such runs require."""
         assert self.generation is not None, "the policy does not sample"
         return self.generation
 
