@@ -90,7 +90,7 @@ def setup(
     loss_fn: LossFunction | None = None,
     started_at: float = 0.0,
 ) -> Run:
-    """Build a GRPO run and start its workers, as the configuration says where an argument is left out.
+    """Build a GRPO run and start its workers, with omitted arguments taken from the configuration.
 
     Args:
         master_config: the configuration: an object, or the dict that a file would hold, which is checked like a file.

@@ -149,7 +149,7 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
         """
 
     def open_episode(self, metadata: MetadataT) -> EpisodeStart[MetadataT]:
-        """Start one sample before its first response, once or again after a death of the process.
+        """Start one sample before its first response, once, and again only after a death of the process.
 
         Args:
             metadata: `extra_env_info` of the prompt, with its `tools` if there are any. A dict also has `episode_seed`,

@@ -81,7 +81,7 @@ def register_env(env_name: str, actor_class_fqn: str) -> None:
 
 
 def env_class_path(env_name: str) -> str:
-    """Return the dotted path of an environment's class, which may itself be the name.
+    """Return the dotted path of an environment's class, which is the name itself if the name has dots.
 
     Raises:
         ConfigError: The name is neither registered nor dotted; names the nearest.

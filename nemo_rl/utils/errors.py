@@ -51,7 +51,7 @@ class VenvError(NemoRLError, RuntimeError):
 
 
 class SandboxError(NemoRLError, RuntimeError):
-    """This machine cannot lock programs up, or a sandbox failed, without a run of the message's program."""
+    """This machine cannot lock programs up, or a sandbox failed, so that the program of the message did not run."""
 
 
 class DeadlineExceededError(NemoRLError, TimeoutError):

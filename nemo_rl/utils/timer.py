@@ -34,7 +34,7 @@ class Timer:
         self._elapsed: dict[str, list[float]] = {}
 
     def start(self, label: str, should_log: bool = True) -> None:
-        """Start a stopwatch, without an effect of `should_log`, because nothing is written.
+        """Start a stopwatch, and ignore `should_log`, because nothing is written.
 
         Raises:
             ValueError: the stopwatch is running already.

@@ -1,1 +1,1 @@
-"""Move named tensors from trainers to generators and verify them, without other parts of the library."""
+"""Move named tensors from trainers to generators and verify them, independently of the rest of the library."""

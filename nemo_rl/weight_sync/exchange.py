@@ -232,7 +232,7 @@ class Exchange:
     def _sends(
         self, leaving: Sequence[tuple[Move, torch.Tensor]], device: torch.device
     ) -> tuple[list[P2POp], list[torch.Tensor]]:
-        """Return one message to each other rank, and the messages' buffers, shared by ranks that get the same."""
+        """Return one message to each other rank, and the messages' buffers, which ranks with equal blocks share."""
         pieces: dict[int, list[Piece]] = {}
         for move, values in leaving:
             pieces.setdefault(move.target, []).append(Piece(move.name, values, move.block))

@@ -58,7 +58,7 @@ class Fields:
         return default if value is None else _text(value, self.name_of(name))
 
     def required_text(self, name: str, *, may_be_empty: bool = False) -> str:
-        """Return a text that has to be given.
+        """Return a required text field.
 
         Raises:
             CallError: the field is missing, no text, or empty.

@@ -213,7 +213,7 @@ class RolloutBatches:
         return batch
 
     def _waiting(self, phase: Phase) -> Phase:
-        """Return a phase with NeMo RL's names for waits, which it has only where sampling runs ahead."""
+        """Return `phase` if sampling runs ahead, where NeMo RL names waits, or a phase that measures nothing."""
         return phase if self.rollouts.max_staleness else lambda _: nullcontext()
 
     def trained(self, step: int, batch: StepBatch) -> None:

@@ -90,7 +90,7 @@ class Stage(Protocol):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Models that the stage uses, which get the devices that several models share, or none to change nothing."""
+        """Models that the stage uses, to which shared devices are given. If it is empty, nothing changes."""
 
     def apply(self, batch: StepBatch) -> dict[str, float]:
         """Write into `batch.tensors`, and return metrics of the step."""

@@ -123,7 +123,7 @@ class Throughput:
         return peak_tflops(name) if name and self.precision in _HALF else None
 
     def _tell_once(self, costs: PassCosts) -> None:
-        """Log why a metric is missing, once for each reason."""
+        """Log why a metric is missing, once until the reason changes."""
         if costs == self._told:
             return
         self._told = costs

@@ -116,7 +116,7 @@ class Validations:
     """Step of the validation that runs; None: none does."""
 
     def start(self, step: int) -> None:
-        """Start a validation after the one before it is finished."""
+        """Start a validation, given that the one before it is finished."""
         if self.validation is not None:
             self.validation.start(step)
             self.started_step = self.running_step = step

@@ -199,7 +199,7 @@ class WrittenBatches:
 
 
 def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_at: float = 0.0) -> Run:
-    """Start Ray and the policy's ranks, and connect them as `rollout.start.start_run` does, with its errors."""
+    """Start Ray and the policy's ranks, and connect them, with arguments and errors as in `rollout.start.start_run`."""
     budget = StartBudget(started_at)
     check_added_models(config, recipe.roles)
     rows = make_rows(config, recipe)

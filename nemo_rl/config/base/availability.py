@@ -37,7 +37,7 @@ class Only:
 
 @dataclass(frozen=True)
 class OnlyWith:
-    """Marks a key that has an effect only where another key has certain values, which the loader reports elsewhere."""
+    """Marks a key that has an effect only if another key has certain values, and that the loader reports otherwise."""
 
     key: str
     """The other key: in the same section, or with each leading dot in the section above."""

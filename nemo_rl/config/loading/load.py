@@ -184,7 +184,7 @@ def merged(schema: type[Section], layers: Sequence[Layer], overrides: Sequence[s
 
 
 def save_resolved(config: BaseModel, path: str | Path) -> None:
-    """Write all values of a configuration, with secrets hidden, as YAML that `load_config` reads back equal."""
+    """Write all values of a configuration as YAML that `load_config` reads back equal, except hidden secrets."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     kept = frozenset(hidden_in(config).values())

@@ -157,7 +157,7 @@ def checked_messages(messages: Any, key: str) -> list[dict[str, Any]]:
 
 
 def message_list(messages: Any, key: str, known_roles: Collection[str] | None = ROLES) -> list[dict[str, Any]]:
-    """Return messages with a role, any role for the last message, and text as content.
+    """Return messages with a role from `known_roles` and text as content.
 
     Args:
         messages: A value of a row.

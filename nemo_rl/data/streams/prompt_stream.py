@@ -137,7 +137,7 @@ class Prompts(Protocol):
         """Return metrics of the data sets of a step, before `finish_step`, or none where they are not told apart."""
 
     def attach(self, name: str, part: StoredPart) -> None:
-        """Store and restore a part together with the position, from before the first step on.
+        """Store and restore a part together with the position. Call this before the first step.
 
         Args:
             part: replaces an earlier one of this name.

@@ -117,7 +117,7 @@ def _grad_logits(
 
 
 class _ChunkedTokenLogprobs(torch.autograd.Function):
-    """Implements `token_logprobs` by saving hidden states, weights and a few numbers per token, not logits."""
+    """Implements `token_logprobs`, saving hidden states, weights and few numbers per token, and recomputing logits."""
 
     @staticmethod
     def forward(

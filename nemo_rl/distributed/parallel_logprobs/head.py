@@ -35,7 +35,7 @@ class LogitTransform:
         return x_nV if self.cap is None else x_nV.div_(self.cap).tanh_().mul_(self.cap)
 
     def backward_(self, grad_nV: Tensor, y_nV: Tensor) -> Tensor:
-        """Overwrite the gradient in `y` with the gradient in `x`, by `dy/dx = scale (1 - (y / cap)^2)`."""
+        """Turn the gradient in `y` in place into one in `x`: `dy/dx = scale (1 - (y / cap)^2)`, overwriting `y`."""
         if self.cap is not None:
             grad_nV = grad_nV.mul_(y_nV.div_(self.cap).square_().neg_().add_(1.0))
         return grad_nV if self.scale == 1.0 else grad_nV.mul_(self.scale)

@@ -187,7 +187,7 @@ def plan_of_row(length: int) -> AttentionPlan:
 
 
 class PackedRow(AttentionPlan):
-    """Segments end to end, whose bounds stay on a GPU without a wait of the host for them.
+    """Segments end to end, whose bounds stay on the device, so that the host does not wait for a GPU.
 
     Args:
         bounds: `[S + 1]` int32, start of each segment, and the end of the last.
@@ -200,7 +200,7 @@ class PackedRow(AttentionPlan):
 
     @cached_property
     def pieces(self) -> list[Piece]:  # type: ignore[override]
-        """The pieces of the row, which wait for the device when they are read."""
+        """The pieces of the row, whose reading waits for the device."""
         return [Piece(start, stop, start, stop) for start, stop in pairwise(self._row.queries.tolist())]
 
     @property

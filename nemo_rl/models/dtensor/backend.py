@@ -423,5 +423,5 @@ def _draft_rows(inputs: ModelInputs) -> DraftRows:
 
 
 def _stores_compute_precision(device: torch.device) -> bool:
-    """Return whether to hold a frozen model in its compute precision, as on GPUs, or as it was loaded, as on CPUs."""
+    """Return whether a frozen model is held in its compute precision (on GPUs) and not as it was loaded (on CPUs)."""
     return device.type != "cpu"

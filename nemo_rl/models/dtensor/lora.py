@@ -106,7 +106,7 @@ class LoraLinear(nn.Module):
 
     @torch.no_grad()
     def merged_weight(self, device: torch.device) -> Tensor:
-        """Return `W + (alpha / dim) B A` as a new tensor on `device`, sharded (in a collective call) like W."""
+        """Return `W + (alpha / dim) B A` as a new tensor on `device`, sharded like W (then in a collective call)."""
         a, b, weight = (t.detach().to(device) for t in (self.lora_A, self.lora_B, self.weight))
         if not isinstance(weight, DTensor):
             return torch.addmm(weight, b, a, alpha=self.scaling)
@@ -121,7 +121,7 @@ class LoraLinear(nn.Module):
 
 
 def apply_lora(hf: PreTrainedModel, config: LoraConfig, seed: int) -> list[str]:
-    """Freeze the model and put adapters on its linear layers, in place and before sharding.
+    """Freeze the model and put adapters on its linear layers in place. Call this before sharding.
 
     A is drawn from the run's seed and the layer's name, so all ranks and every start draw the same.
 
@@ -249,7 +249,7 @@ def save_adapter(
 
 
 def load_adapter(hf: PreTrainedModel, weights_path: Path, device: torch.device) -> None:
-    """Read an adapter into the adapted model in place, on each rank its own part.
+    """Read this rank's part of an adapter into the adapted model in place.
 
     Args:
         hf: the adapted model, its base loaded from `policy.model_name`.
@@ -325,7 +325,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 @torch.no_grad()
 def _fill_adapters(hf: PreTrainedModel, folder: Path) -> None:
-    """Copy saved values into the adapters, on each rank its own part."""
+    """Copy this rank's part of the saved values into the adapters."""
     saved = TensorFiles([folder / WEIGHTS_FILE])
     parameters = {peft_key(name): tensor for name, tensor in _adapter_parameters(hf).items()}
     shapes = joined(hf, {key: tuple(tensor.shape) for key, tensor in parameters.items()})
@@ -350,7 +350,7 @@ def refuse_adapter(weights_path: Path) -> None:
 
 @torch.no_grad()
 def _check_base(hf: PreTrainedModel, folder: Path, device: torch.device) -> None:
-    """Compare base plus adapter with the merged weights of the checkpoint, on each rank its own rows."""
+    """Compare this rank's rows of base plus adapter with the merged weights of the checkpoint."""
     adapted = {f"{name}.weight": module for name, module in adapted_modules(hf).items()}
     close: dict[str, bool] = {}
     tensors = saved_weights(folder)

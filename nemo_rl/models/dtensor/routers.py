@@ -218,7 +218,7 @@ class ExpertBalance:
 def watch_experts(
     hf: PreTrainedModel, config: PolicyConfig, device: torch.device, meshes: Meshes
 ) -> ExpertBalance | None:
-    """Attach an `ExpertBalance` to a model under training, before its experts are divided, and perhaps freeze routers.
+    """Attach an `ExpertBalance` to a model in training, before experts are divided, and freeze routers if configured.
 
     Returns:
         None for a model without experts, and in a pipeline, whose stages have different layers.
@@ -260,7 +260,7 @@ def check_configuration(config: PretrainedConfig) -> None:
 
 
 def require_replayable(hf: PreTrainedModel) -> None:
-    """Try the first router of each class with random weights, tokens and experts, on a model without weights.
+    """Try the first router of each class with random weights, tokens and experts, so that the model needs no weights.
 
     Raises:
         ConfigError: the model has no experts, or a router does not choose them in a way that can be replayed.

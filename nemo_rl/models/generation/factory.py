@@ -108,7 +108,7 @@ def engine_precision(policy: PolicyConfig) -> str:
 
 
 def check_engine_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
-    """Refuse an engine that does not exist, or a model that it cannot serve, without an engine or worker.
+    """Refuse an engine that does not exist, or a model that it cannot serve, without starting engine or worker.
 
     Raises:
         ConfigError: `policy.generation.backend` names a class that cannot be imported, or the engine's own check

@@ -196,7 +196,7 @@ class Link:
         self._due: deque[Answer] = deque()
 
     def when_it_brings(self, loop: asyncio.AbstractEventLoop, receive: Callable[[], object]) -> None:
-        """Let an event loop call a function whenever a message starts to arrive, so that it receives the message."""
+        """Let an event loop call `receive`, which has to read the message, whenever a message starts to arrive."""
         descriptor = self._connection.fileno()
         loop.add_reader(descriptor, receive)
         # uvloop, on which Ray's actors run, makes a watched socket non-blocking (libuv's `uv_poll_init`). Reading a

@@ -152,7 +152,7 @@ def make_engine(settings: EngineSettings, place: int = 0) -> Engine:
 
 
 def _class_at(settings: EngineSettings, place: int) -> type:
-    """Return the class of an engine's worker, of which the engine's first takes the requests."""
+    """Return the class of an engine's workers, the first of which takes the requests."""
     kind, what = engine_kind(settings.backend), _named(settings.backend)
     path = kind.rank_path if place else None
     if settings.num_replicas > 1 and place % settings.replica_size == 0 and kind.replica_paths:

@@ -187,7 +187,7 @@ def _adapted(linear: Any) -> type[nn.Module]:
 def apply_lora(
     chunks: Sequence[nn.Module], hf_config: PretrainedConfig, config: MegatronPeftConfig, seed: int
 ) -> list[str]:
-    """Freeze the chunks and put adapters on their linear layers, in place and before `optimizer.with_gradients`.
+    """Freeze the chunks and put adapters on their linear layers in place. Call this before `optimizer.with_gradients`.
 
     Args:
         chunks: the rank's virtual stages, unwrapped.

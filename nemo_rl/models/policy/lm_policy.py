@@ -435,7 +435,7 @@ class Policy(PolicyInterface):
     def _run_scoring(
         self, method: str, data: BatchedDataDict[Any], micro_batch_size: int | None, **common: Any
     ) -> tuple[ShardedBatch, list[Any]]:
-        """Score at least one row on all ranks, and return the results with the sharded batch, which knows the order."""
+        """Score at least one row on all ranks, and return the sharded batch (to restore the order) and the results."""
         strategy = logprob_strategy(self.config, micro_batch_size)
         sharded = self._shard(self._scoring_rows(method, data), strategy)
         if self.config.offload_optimizer_for_logprob:

@@ -72,7 +72,7 @@ class ModelInputs:
         return [name for name in self.model_inputs if name not in TOKEN_ARGUMENTS]
 
     def scatter(self, values_K: Tensor) -> Tensor:
-        """Put per-token values at their places in `[b, T - 1]`, with zeros elsewhere and with gradients.
+        """Put per-token values, with their gradients, at their places in `[b, T - 1]`, with zeros elsewhere.
 
         Args:
             values_K: `[K]`, or `[K, k]` for `[b, T - 1, k]`.

@@ -239,7 +239,7 @@ def _write_weights(
 
 
 def load_weights(hf: PreTrainedModel, weights_path: Path) -> None:
-    """Read weights into the model in place, on each rank its own part.
+    """Read this rank's part of the weights into the model in place.
 
     Raises:
         CheckpointError: the folder has no weights, or they do not fit this model.
@@ -265,7 +265,7 @@ def saved_weights(folder: Path) -> TensorFiles:
 
 @torch.no_grad()
 def read_weights(hf: PreTrainedModel, tensors: TensorFiles, *, strict: bool = False) -> set[str]:
-    """Read weights from files into the model in place, in the model's dtype, on each rank its own part.
+    """Read this rank's part of the weights from files into the model in place, in the model's dtype.
 
     Only the rank's part of a tensor is read if it needs no conversion. Tensors that are converted together are in
     memory together, one group at a time.

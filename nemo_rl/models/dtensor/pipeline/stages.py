@@ -100,7 +100,7 @@ def stage_of(hf: nn.Module) -> Stage | None:
 
 
 def layers_of_chunks(num_layers: int, num_stages: int, chunks_per_stage: int) -> tuple[range, ...]:
-    """Divide the layers evenly, or with one more in earlier chunks, because the last chunk has the head.
+    """Divide the layers as evenly as possible, with one more in earlier chunks, because the last has the head.
 
     Raises:
         ConfigError: there are fewer layers than chunks.

@@ -109,7 +109,7 @@ def is_proven(number: str) -> bool:
 
 
 def remember(number: str) -> None:
-    """Store a proof, unless the folder cannot be written, so that the next run repeats the proof."""
+    """Store a proof, which the next run repeats if the folder cannot be written."""
     try:
         folder().mkdir(parents=True, exist_ok=True, mode=0o700)
         (folder() / number).touch()

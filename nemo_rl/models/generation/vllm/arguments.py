@@ -161,7 +161,7 @@ def engine_arguments(settings: EngineSettings, draft_folder: Path | None = None)
 
 
 def _draft_has_files(settings: EngineSettings) -> bool:
-    """Return whether a draft model has its weights from files, and not with the policy's, as a trained one has."""
+    """Return whether a draft model has its weights from files, unlike a draft that is trained with the policy."""
     speculation = speculation_of(settings.engine_kwargs)
     is_trained = settings.draft is not None or settings.trains_mtp
     return speculation is not None and speculation.loads_weights and not is_trained
@@ -208,7 +208,7 @@ def _updated(values: Mapping[str, Any], config: PretrainedConfig) -> PretrainedC
 
 
 def _float8(settings: EngineSettings, model: PretrainedConfig) -> dict[str, Any]:
-    """Describe float8 weights, unless float8 is simulated and vLLM gets weights as always."""
+    """Describe float8 weights, or nothing if float8 is simulated and vLLM gets ordinary weights."""
     quantization = settings.quantization
     if quantization is None or quantization.simulated:
         return {}
@@ -216,7 +216,7 @@ def _float8(settings: EngineSettings, model: PretrainedConfig) -> dict[str, Any]
 
 
 def _head(settings: EngineSettings, model: PretrainedConfig, own: Mapping[str, Any]) -> dict[str, str]:
-    """Request float32 logits on GPUs, as in the trainer, where vLLM would round them to the weights' dtype.
+    """Request float32 logits on GPUs, as in the trainer, because vLLM would round them to the weights' dtype.
 
     Bfloat16 logits between 16 and 32 have steps of 0.125. The product uses the same kernel with another output dtype.
     On CPUs vLLM would copy the head to float32 in every step, and quantized heads refuse float32.

@@ -124,7 +124,7 @@ def exchange_tokens() -> None:
 def _all_gatherv(
     self: Any, input_: torch.Tensor | list[torch.Tensor], dim: int = 0, sizes: list[int] | None = None
 ) -> torch.Tensor | list[torch.Tensor]:
-    """Join the rows of all members, `sizes` many of each (see `DeviceCommunicatorBase.all_gatherv`)."""
+    """Join the rows of all members, whose numbers of rows are `sizes` (see `DeviceCommunicatorBase.all_gatherv`)."""
     assert dim == 0, "tokens are rows"
     if isinstance(input_, torch.Tensor):
         return _joined(self, input_, sizes)

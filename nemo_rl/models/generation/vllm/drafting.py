@@ -55,7 +55,7 @@ def described(shape: DraftShape | None) -> Iterator[Path | None]:
 
 
 def keep_own_heads() -> None:
-    """Let a draft model that is trained with the policy keep its output head, before vLLM builds its worker.
+    """Let a draft model trained with the policy keep its output head. Call this before vLLM builds its worker.
 
     vLLM would give it the policy's head, because no file has one. Both of vLLM's model runners are changed: the first
     shares heads in its proposers, the second, which GPUs have, in a function. The second would also compare values, and

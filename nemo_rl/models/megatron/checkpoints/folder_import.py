@@ -48,7 +48,7 @@ _HALVES = {"_w": 0, "_v": 1}
 
 
 def import_huggingface(model_name: str, target: Path, dtype: str | None = None) -> int:
-    """Write a step folder without optimizer (`config.yaml` and `policy/weights`), called in a separate process.
+    """Write a step folder without optimizer (`config.yaml` and `policy/weights`). Call this in a separate process.
 
     Args:
         model_name: hub id or local folder.

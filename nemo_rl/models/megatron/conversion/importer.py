@@ -129,7 +129,7 @@ class _Sent:
 
 
 class HubReceiver:
-    """Receives the tensors of weight updates, after a collective constructor over pipeline and experts.
+    """Receives the tensors of weight updates, with a constructor that is collective over pipeline and experts.
 
     Args:
         chunks: the rank's virtual stages.

@@ -175,7 +175,7 @@ def join_updates(updates: Sequence[Mapping[str, float]], loss_fn: AnyLossFunctio
 
 
 def _weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
-    """Average values, a single value bit for bit, and with equal weights if all weights are 0."""
+    """Average values (a single value bit for bit), with equal weights if all weights are 0."""
     if len(values) == 1:
         return values[0]
     return statistics.fmean(values, weights if any(weights) else None)

@@ -264,7 +264,7 @@ class PolicyWorker(ScoringWorker):
         self._sender.send(bucket)
 
     def save_checkpoint(self, weights_path: str, optimizer_path: str | None = None, background: bool = False) -> None:
-        """Write this rank's part of a checkpoint, or with `background` return when the state is copied.
+        """Write this rank's part of a checkpoint, and with `background` return as soon as the state is copied.
 
         Raises:
             CheckpointError: a weight is not finite, on any rank; nothing is written.

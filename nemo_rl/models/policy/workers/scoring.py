@@ -1,4 +1,4 @@
-"""Score the rows of one rank, for every training backend, while `rank.PolicyWorker` changes the model.
+"""Score the rows of one rank, for every training backend. `rank.PolicyWorker` adds methods that change the model.
 
 What a model gives for a token is a property of its head: a log-probability, or a number of a scalar head. Which tokens
 are asked is a property of the inputs (`models.training.inputs`). Invariant: as in `rank`, all ranks make the same calls
