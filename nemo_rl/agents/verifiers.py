@@ -151,7 +151,7 @@ class _Episode:
         return self._added(asking.result())
 
     def _added(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-        """Return what a request adds to the conversation so far, which must be its beginning."""
+        """Return the messages that a request adds to the conversation so far, which must be its beginning."""
         before = len(self._conversation)
         added = messages[before:]
         if messages[:before] != self._conversation or not added:
@@ -230,13 +230,13 @@ def _signals_kept() -> Iterator[None]:
 
 
 def _rubrics(rubric: Any) -> list[Any]:
-    """Return a rubric, or those of a group, which may hold groups."""
+    """Return a rubric, or all rubrics of a group, which may hold groups."""
     inner = getattr(rubric, "rubrics", None)
     return [rubric] if inner is None else [leaf for each in inner for leaf in _rubrics(each)]
 
 
 def _noted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a reward function that also notes what it raises."""
+    """Return a reward function that also notes its exceptions."""
 
     @functools.wraps(function)
     async def noted(*arguments: Any, **keywords: Any) -> Any:

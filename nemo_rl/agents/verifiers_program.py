@@ -107,7 +107,7 @@ class _Environment:
             return await environment.run_slot(*environment.slots(task), context)
 
     async def shutdown(self) -> None:
-        """Stop all servers, also those with episodes."""
+        """Stop all servers, also servers with episodes."""
         await asyncio.gather(*(server.stop() for server in self._servers))
 
     @contextlib.asynccontextmanager

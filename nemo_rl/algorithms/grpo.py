@@ -220,7 +220,7 @@ class CreditAssignment:
         }
 
     def _extras(self, trajectories: Sequence[Trajectory]) -> AdvantageExtras:
-        """Return what the estimator gets of samples besides rewards and tokens."""
+        """Return the estimator's further inputs from samples, besides rewards and tokens."""
         return {
             "group_ids": torch.tensor([t.group_index for t in trajectories]),
             "valid_mask": torch.tensor([float(t.reward is not None) for t in trajectories]),

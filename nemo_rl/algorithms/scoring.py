@@ -94,7 +94,7 @@ class PolicyScoring:
         if not (self.needs_prev or NUM_STALE in tensors):
             return _count_samples(tensors)
         if NUM_STALE in tensors and bool((tensors[NUM_STALE] >= tensors["input_lengths"]).all()):
-            tensors["prev_logprobs"] = [None] * tensors.size  # those of the engines, so the errors are exp(0)
+            tensors["prev_logprobs"] = [None] * tensors.size  # the engines' own, so each error is exp(0)
             errors_B = (tensors[NUM_WRITTEN] > 0).float() * (tensors["sample_mask"] != 0)
         else:
             tensors["prev_logprobs"], errors_B = self.policy.keep_logprobs(tensors)

@@ -56,7 +56,7 @@ class Description:
 
 
 def dry_run(config: RunConfig) -> int:
-    """Print the description of a run, and what a run on this machine would find.
+    """Print the description of a run, and the findings of a run on this machine.
 
     Args:
         config: a configuration as `load_config` returns it.
@@ -205,7 +205,7 @@ def _microbatches(policy: PolicyConfig, rows: int, rows_each: int) -> tuple[int,
 
 
 def memory_lines(policy: PolicyConfig, forecast: MemoryForecast) -> Iterator[str]:
-    """Yield a table for each group of devices, and what the engines' caches hold."""
+    """Yield a table for each group of devices, and the sizes of the engines' caches."""
     for group, plan in forecast.groups.items():
         yield plan.table(f"  {group}")
     if forecast.cache_tokens is not None and policy.generation is not None:

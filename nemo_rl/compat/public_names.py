@@ -1,4 +1,4 @@
-"""Keep the import paths of NeMo RL: names and modules that are elsewhere here, and those that are not built yet.
+"""Keep the import paths of NeMo RL for names and modules that are elsewhere here or not built yet.
 
 A name is imported from its module when it is first used, so a public path may lead to any layer and costs nothing until
 then. `MOVED` names modules that have another path here; both paths lead to the same module. Invariant: a public name of

@@ -45,7 +45,7 @@ class ProgramPlayer(Protocol):
         *,
         trains: bool = True,
     ) -> PlayedProgram:
-        """Run the program of a sample to its end, and write what it sampled into the sample.
+        """Run the program of a sample to its end, and write the program's answers into the sample.
 
         Args:
             sample: has only its prompt.

@@ -183,7 +183,7 @@ class RolloutKey:
         return derive_seed(self.run_seed, self.phase, self.step, self.round, group, sample.sample_index, "episode")
 
     def call_seed_of(self, sample: Trajectory, *parts: int | str) -> int:
-        """Return a seed for the program of a sample, or for one of its answers, which `parts` tell apart."""
+        """Return the seed of a sample's program, or of the answer that `parts` identifies."""
         group = self.first_group + sample.group_index
         return derive_seed(self.run_seed, self.phase, self.step, self.round, group, sample.sample_index, "call", *parts)
 

@@ -100,7 +100,7 @@ class MachineLoad:
         pids = [self.root_pid, *descendants(self.root_pid)]
         used = {pid: seconds for pid in pids if (seconds := _processor_seconds(pid)) is not None}
         now = time.monotonic()
-        # A new process may have the number of one that ended, with less time than that one.
+        # A reused process id has less processor time than its predecessor.
         spent = sum(max(0.0, seconds - self._used.get(pid, 0.0)) for pid, seconds in used.items())
         passed, self._read_at, self._used = now - self._read_at, now, used
         found = {"processes.mem_gb": sum(map(resident_bytes, used)) / _GIB}

@@ -1,4 +1,4 @@
-"""Start a locked-up process, read what it writes, and end it with everything that it started.
+"""Start a locked-up process, read its output, and end it with everything that it started.
 
     this thread ── selects on ── standard output and error: kept up to a limit
                               ├─ control: `init PID`, `ready`, `error TEXT` of the code inside; bubblewrap's report
@@ -271,7 +271,7 @@ class Supervision:
             self._ready_at = time.monotonic()
 
     def _init_pid(self) -> int | None:
-        """Return what the code inside or bubblewrap reported as the first process of the namespace."""
+        """Return the first process of the namespace, as the code inside or bubblewrap reported it."""
         for line in self._control.kept.splitlines():
             if line.startswith(b"init "):
                 return int(line.split()[1])
@@ -309,7 +309,7 @@ class Supervision:
         """Kill what is left, wait for it, read the rest of the pipes, and return exit code and processor time."""
         try:
             self._read_left()
-            with contextlib.suppress(OSError):  # without a descriptor of it, the first process ends with its parent
+            with contextlib.suppress(OSError):  # without a pidfd, the first process ends with its parent
                 self._read_control()
             first = self._init[1] if self._init else self._pidfd
             _kill(first)
@@ -331,7 +331,7 @@ class Supervision:
             raise SandboxError(f"A program in a sandbox did not end within {_END_DEADLINE_S:g} s of SIGKILL.")
 
     def _read_left(self) -> None:
-        """Read what the pipes hold now, without waiting."""
+        """Read the present content of the pipes without waiting."""
         for pipe, stream in self._pipes.items():
             os.set_blocking(pipe, False)
             with contextlib.suppress(BlockingIOError):

@@ -59,7 +59,7 @@ class Registry[Part]:
         raise ConfigError(f"{problem}.{did_you_mean(name, self.built_in)} {self._advice}")
 
     def load(self, name: str, what: str) -> Any:
-        """Import what a name leads to.
+        """Import the object that a name leads to.
 
         Args:
             name: built-in name or dotted path.
@@ -258,7 +258,7 @@ def _hints_of(made: type) -> dict[str, Any]:
 
 
 def _converted(annotation: Any, value: Any) -> Any:
-    """A value as the annotation says, or as it is where pydantic does not know the type."""
+    """A value converted to the annotated type, or unchanged if pydantic does not know the type."""
     try:
         adapter: TypeAdapter[Any] = TypeAdapter(annotation)
     except (PydanticSchemaGenerationError, PydanticUserError):

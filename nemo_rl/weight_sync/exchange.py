@@ -166,7 +166,7 @@ Blocks = Sequence[tuple[Part, torch.Tensor]]
 
 
 class Exchange:
-    """The trainer ranks, seen from one of them.
+    """The exchange among trainer ranks, as one rank sees it.
 
     Args:
         group: the ranks; None: this rank is alone.
@@ -321,7 +321,7 @@ def everywhere(weights: HeldWeights, group: dist.ProcessGroup | None) -> Iterato
 
 
 class Encoding(Protocol):
-    """Decides what is sent for each weight."""
+    """Decides in which form each weight is sent."""
 
     def takes(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return whether something else is sent for a weight."""
@@ -350,7 +350,7 @@ def check_used(encoding: Encoding, weights: Iterable[TensorSlot]) -> None:
 
 
 def encoded_layout(layout: Layout, encoding: Encoding) -> Layout:
-    """Return the layout of the bucket that is sent in place of one of whole weights."""
+    """Return the layout of the bucket that is sent in place of a bucket of whole weights."""
     pieces = [
         Piece(name, torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
         for slot in layout.slots

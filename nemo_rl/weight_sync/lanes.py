@@ -84,7 +84,7 @@ class Trainers(Protocol):
 
 @dataclass(frozen=True)
 class LaneOfWorkers:
-    """A lane and the ranks of its workers among those of all engines."""
+    """A lane and the ranks of its workers among all engines' workers."""
 
     lane: Lane
     workers: Sequence[int]

@@ -1,4 +1,4 @@
-"""Parts of tensors: those that an engine's loaders read, and those that a trainer rank holds.
+"""Parts of tensors, as an engine's loaders read them and as a trainer rank holds them.
 
 Describe parts of tensors, and find out which parts of a checkpoint's tensors an engine's loaders read. An engine of
 several ranks divides its layers in ways that only its own code knows: rows, columns, fused projections, experts,
@@ -75,7 +75,7 @@ def whole(shape: Iterable[int]) -> Part:
 
 
 def add_part(parts: tuple[Part, ...], new: Part) -> tuple[Part, ...]:
-    """Add a part to disjoint ones, and join those that together are one block or overlap."""
+    """Add a part to disjoint parts, and join parts that overlap or together are one block."""
     for held in parts:
         joined = held.around(new)
         overlap = held.common(new).numel

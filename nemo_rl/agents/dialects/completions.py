@@ -56,7 +56,7 @@ class Completions:
     def events(
         self, body: Body, request: CallRequest, answers: Sequence[CallAnswer], memory: SessionMemory
     ) -> Iterator[Event]:
-        """See `Dialect.events`: for each answer a chunk with its text, and one with the reason of its end."""
+        """See `Dialect.events`: for each answer a chunk with its text, and a chunk with the reason of its end."""
         head = stream_header(body, answers, "text_completion", _ID_PREFIX)
         prompt = prompt_token_ids(body, answers)
         for index, answer in enumerate(answers):

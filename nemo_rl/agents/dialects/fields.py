@@ -45,7 +45,7 @@ class Fields:
         return self.values.get(name) is not None
 
     def wrong(self, name: str, allowed: str) -> CallError:
-        """Return an error that a field is not one of the allowed values."""
+        """Return an error that the value of a field is not allowed."""
         return _wrong(self.name_of(name), self.values.get(name), allowed)
 
     def text(self, name: str, default: str | None = None) -> str | None:
@@ -69,7 +69,7 @@ class Fields:
         return text
 
     def one_of(self, name: str, allowed: Collection[str]) -> str:
-        """Return a text that is one of the allowed ones.
+        """Return a text that is among the allowed texts.
 
         Raises:
             CallError: the field is missing or not one of them.
@@ -200,7 +200,7 @@ class Fields:
                 raise self.unsupported(name, advice)
 
     def unsupported(self, name: str, advice: str) -> CallError:
-        """Return an error that the endpoint does not do what a field asks for.
+        """Return an error that the endpoint does not support the value of a field.
 
         Args:
             name: the field.
@@ -323,7 +323,7 @@ def part_text(part: Fields, text_types: Collection[str]) -> str:
 
 
 def not_a_text(part: Fields, text_types: Collection[str]) -> CallError:
-    """Return an error that a part is not one that can be read."""
+    """Return an error that a part cannot be read."""
     return part.unsupported("type", f"The policy reads texts only: give parts of type {' or '.join(text_types)}.")
 
 

@@ -151,7 +151,7 @@ def _parsed(arguments: str) -> Mapping[str, Any] | None:
 
 
 def empty_block(block: Block) -> Block:
-    """Return a block as it is before its content is streamed."""
+    """Return a block without content, to be streamed before the content."""
     empty: Mapping[str, Mapping[str, Any]] = {
         "thinking": {"thinking": "", "signature": ""},
         "text": {"text": ""},

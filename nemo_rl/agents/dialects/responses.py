@@ -178,7 +178,7 @@ def items_of(answer: CallAnswer) -> list[Item]:
 
 
 def empty_item(item: Item) -> Item:
-    """Return an item as it is before its content is written."""
+    """Return an item without content, to be sent before the content."""
     empty: Sequence[Any] | str = "" if item["type"] == "function_call" else []
     return {**item, ("arguments" if item["type"] == "function_call" else "content"): empty, "status": "in_progress"}
 
@@ -270,7 +270,7 @@ def _earlier(fields: Fields, memory: SessionMemory) -> Sequence[Message]:
 
 
 def _response(body: Body, request: CallRequest, answer: CallAnswer) -> dict[str, Any]:
-    """Return the response with its own fields, and those of the request that the API repeats."""
+    """Return the response with its own fields, and with the request's fields that the API repeats."""
     is_cut = answer.finish_reason == "length"
     return {
         "id": f"resp_{answer.id}",

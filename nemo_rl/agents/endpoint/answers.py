@@ -204,7 +204,7 @@ def read_forwarded(answer: ChatAnswer, request: CallRequest) -> ReadAnswer:
 
 
 def refusal(error: NoAnswerError) -> CallError:
-    """Return what a program gets in place of an answer, without the words of the error, which hold the address."""
+    """Return the message that a program gets in place of an answer, without the address that the error names."""
     logger.info("A call of a program has no answer: %s", error)
     if error.is_too_long:
         message = "The messages do not fit into the context length of the model."

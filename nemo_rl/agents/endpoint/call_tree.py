@@ -97,7 +97,7 @@ class CallTree:
     """Plain completions, with the text of prompt and answer."""
 
     def find(self, request: CallRequest) -> History:
-        """Find the call that a request continues: the one that stands for most of its messages."""
+        """Find the call that a request continues, which is the call whose history has most of its messages."""
         digests = list(_digests(request))
         for known in range(len(request.messages) - 1, 0, -1):
             call = self._call_at(digests[known], request.messages[known - 1])

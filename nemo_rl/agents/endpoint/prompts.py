@@ -1,4 +1,4 @@
-"""The tokens of a request: those of the call that it continues, and those of its new messages."""
+"""The tokens of a request: the tokens of the call that it continues, then the tokens of its new messages."""
 
 import json
 from collections import Counter

@@ -440,7 +440,7 @@ def _headers(error: CallError) -> dict[str, str]:
 
 
 def _described(name: str) -> dict[str, Any]:
-    """Return the description of a model with the fields of OpenAI and those of Anthropic."""
+    """Return the description of a model with the fields of both OpenAI and Anthropic."""
     of_openai = {"id": name, "object": "model", "created": 0, "owned_by": "nemo_rl"}
     return of_openai | {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
 

@@ -448,7 +448,7 @@ class AgentSession:
         return answer
 
     def _sampling(self, request: CallRequest) -> SamplingParams:
-        """Return the run's sampling with what the request may change, and with the form of its answer."""
+        """Return the run's sampling with the request's changes, and with the form of its answer."""
         sampling = self.parts.sampling
         if self.settings.sampling == "request":
             sampling = replace(
@@ -461,7 +461,7 @@ class AgentSession:
 
 
 def _identity(prompt: Prompt, request: CallRequest) -> str:
-    """Return what tells the answers to a request apart from those to other requests of the sample, whatever runs."""
+    """Return the identity of a request among all requests of the sample, which does not depend on other runs."""
     asked = (request.seed, request.num_answers, request.max_tokens)
     distribution = (request.temperature, request.top_p, request.top_k)
     form = (request.grammar, request.forced_tool, request.calls_once)

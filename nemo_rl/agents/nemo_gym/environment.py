@@ -69,7 +69,7 @@ def extract_reward_components(nemo_gym_result: Mapping[str, Any]) -> dict[str, f
 
 
 def _numbers(result: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of the verifier, without those of the row."""
+    """Return the finite numbers of the verifier, except numbers of the row."""
     return {
         str(name): float(value)
         for name, value in result.items()

@@ -179,7 +179,7 @@ class GymServers:
             raise AgentError(self._failure)
 
     async def _started(self, base_url: str, model: str) -> None:
-        """Start the servers, or find those that run, for an address of the endpoint."""
+        """Start the servers for an address of the endpoint, or find running servers."""
         await self.close()
         self._base_url = ""
         deadline = time.monotonic() + self._section.start_timeout_s

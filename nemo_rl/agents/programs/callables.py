@@ -72,7 +72,7 @@ class CallableProgram(AgentProgram):
             await released
 
     async def _outcome(self, task: AgentTask) -> tuple[Any, str | None]:
-        """Return what the function returns, or the text of its error.
+        """Return the function's result, or the text of its error.
 
         Exceptions are not passed on, because the event loop ends with some of them.
         """
@@ -121,7 +121,7 @@ def _check_arguments(call: Callable[..., Any], given: tuple[None, ...], kwargs: 
     """Check that a function can be called with as many positional arguments, the task the last, and with `kwargs`."""
     try:
         signature = inspect.signature(call)
-    except ValueError:  # a function of C without one
+    except ValueError:  # a C function without a signature
         return
     try:
         signature.bind(*given, **kwargs)

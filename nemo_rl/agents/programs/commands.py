@@ -189,7 +189,7 @@ def found_command(command: Sequence[str]) -> list[str]:
 
 
 def search_path(rest: str) -> str:
-    """Return folders of programs: that of the run's Python, then the rest."""
+    """Return folders of programs, with the folder of the run's Python first."""
     return os.pathsep.join([sysconfig.get_path("scripts"), rest])
 
 

@@ -1,4 +1,4 @@
-"""The environment `agent`: runs one program for each sample, and rewards what it did.
+"""The environment `agent`, which runs one program for each sample and rewards the program's result.
 
     metadata: row + `agent` ─► task ─► program ─► result ─► reward
                                                     └─ answer ─► grader ─► reward
@@ -104,7 +104,7 @@ class AnswerGrader:
         return processed
 
     async def shutdown(self) -> None:
-        """Release what the grader holds."""
+        """Release the resources of the grader."""
         await self._called(self._environment.shutdown)
         self._threads.shutdown(wait=False)
 
@@ -193,7 +193,7 @@ class ProgramEnvironment(EnvironmentInterface[dict[str, Any]]):
         return batch, {**metrics, **own, **times}
 
     async def shutdown(self) -> None:  # type: ignore[override]  # may be a coroutine function
-        """Release what the programs share, and the grader."""
+        """Release the grader and the resources that the programs share."""
         await self._program.shutdown()
         if self._grader is not None:
             await self._grader.shutdown()
@@ -212,7 +212,7 @@ class ProgramEnvironment(EnvironmentInterface[dict[str, Any]]):
         )
 
     async def _graded(self, task: AgentTask, row: Mapping[str, Any], result: AgentResult) -> Grade:
-        """Return the program's reward, or that of the grader for the program's answer."""
+        """Return the program's reward, or the grader's reward for the program's answer."""
         if self._grader is not None:
             if result.answer is None:
                 raise AgentError("the program returned no answer for env.agent.grader")
@@ -255,7 +255,7 @@ class AgentEnvironment(ProgramEnvironment):
 
 
 def check_parsers(cfg: AgentKeys, place: str, tokenizer: "TokenizerType") -> None:
-    """Check that the parsers of a section exist, and that they read what the tokenizer's model writes.
+    """Check that the parsers of a section exist, and that they read the answers of the tokenizer's model.
 
     Args:
         place: its key, for messages.

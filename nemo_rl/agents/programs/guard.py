@@ -96,7 +96,7 @@ def _end_all() -> None:
 
 
 def _below(pid: int) -> list[int]:
-    """Return all processes below one, with those that have ended and are not reaped."""
+    """Return all processes below a process, including ended processes that are not reaped."""
     found = _children(pid)
     for each in found:
         found += _children(each)
@@ -115,7 +115,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _remove(folder: str) -> None:
-    """Remove the files of the command as far as possible, those of the task first: they have its key."""
+    """Remove the files of the command as far as possible, starting with the task's files, which have its key."""
     import shutil  # only here, because every command waits for the imports
 
     for name in os.listdir(folder):

@@ -190,7 +190,7 @@ class AgentProgram(abc.ABC):
         """
 
     async def shutdown(self) -> None:  # noqa: B027  (optional hook)
-        """Release what the programs share."""
+        """Release the resources that the programs share."""
 
 
 def too_slow(task: AgentTask, key: str = "env.agent.timeout_s") -> AgentError:

@@ -159,7 +159,7 @@ def apply_reward_shaping[BatchT: MutableMapping[str, Any]](batch: BatchT, cfg: R
 
 
 def effort_penalty(trajectories: Sequence[Trajectory], levels: Mapping[str, EffortLevelConfig]) -> Tensor:
-    """Return what is added to the rewards of samples, `[B]` float64, at most 0.
+    """Return the numbers that are added to the rewards of samples, `[B]` float64, at most 0.
 
     With `n` tokens of thinking, the budget `max_thinking_tokens` and `over_budget_tokens`, it is
     `-over_budget_penalty * min(max(n - budget, 0) / over_budget_tokens, 1)`; 0 for a level without a budget.

@@ -164,7 +164,7 @@ class OpenGroup:
         return sum(num_stored_tokens(state) for state in self.progress.stored if state is not None)
 
     def restart(self) -> None:
-        """Let its samples start from the prompt, whatever its checkpoint has stored."""
+        """Let its samples start from the prompt, and ignore the state in the checkpoint."""
         self.num_lost_tokens += self.num_continued_tokens
         self.progress.forget()
 
@@ -427,7 +427,7 @@ class AheadRollouts:
 
 
 def with_overlap(fresh: FreshRollouts, groups_per_step: int, algorithm: RolloutTrainingConfig) -> RolloutSource:
-    """Return the source of the section `overlap`: the given one, or one that samples ahead."""
+    """Return the source of the section `overlap`: the given source, or a source that samples ahead."""
     if algorithm.overlap.mode != "ahead":
         return fresh
     return AheadRollouts(fresh, groups_per_step, algorithm.overlap, algorithm.max_num_steps)

@@ -155,7 +155,7 @@ def suspect_layer(names: Sequence[str], expected: Sequence[Tensor], outputs: Seq
 def make_refitter(
     config: PolicyConfig, cluster: ClusterConfig, policy: Policy, engines: EngineGroup, memory: MemorySharing
 ) -> Refitter:
-    """Choose the weight transport.
+    """Build the refitter, with the transport that the section asks for.
 
     Args:
         policy: the source of the weights.

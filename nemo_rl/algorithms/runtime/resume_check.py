@@ -30,7 +30,7 @@ _CONFIG_FILE = "config.yaml"
 def check_resume(
     config: MasterConfig, models: Mapping[str, Role], path: Path, num_rows: int, checksum: str
 ) -> Mapping[str, Any]:
-    """Log what has changed, and refuse what a resumed run cannot take over.
+    """Log all changes, and refuse changes that a resumed run cannot make.
 
     Args:
         models: its models; those that are trained must be in the checkpoint.

@@ -58,7 +58,7 @@ class StepBatch:
     """Metrics of the update that say nothing about this batch and are not logged."""
 
     def measured(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return metrics without those of `unmeasured`."""
+        """Return metrics without the metrics of `unmeasured`."""
         return {name: value for name, value in metrics.items() if name not in self.unmeasured}
 
     @property

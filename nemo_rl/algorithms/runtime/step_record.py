@@ -70,7 +70,7 @@ class StepRecorder:
         self._output = OptionalOutput(f"Records of steps in {self._folder}", _FAILURES)
 
     def is_due(self, step: int) -> bool:
-        """Return whether a step can be repeated: its state is the initial one, or that of a checkpoint.
+        """Return whether a step can be repeated, because its state is the initial state or a checkpoint's.
 
         A checkpoint without the state of the optimizer is not enough.
         """
@@ -161,7 +161,7 @@ def code() -> Mapping[str, str]:
 
 
 def stage_tensors(batch: StepBatch) -> dict[str, Tensor]:
-    """Return what the stages computed of each token or row of a batch."""
+    """Return the values that the stages computed for each token or row of a batch."""
     return {name: batch.tensors[name] for name in TOKEN_TENSORS if name in batch.tensors}
 
 

@@ -57,7 +57,7 @@ class Throughput:
         return cls(policy, precision, num_ranks, devices, cluster.uses_gpu, samples_in_phase)
 
     def begin_step(self) -> None:
-        """Forget passes that were made since the last step, such as those of a validation."""
+        """Forget passes that were made since the last step, such as the passes of a validation."""
         self.policy.work.take()
 
     def of_step(self, metrics: Mapping[str, float], timings: Mapping[str, float]) -> dict[str, float]:

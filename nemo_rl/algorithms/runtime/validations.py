@@ -36,7 +36,7 @@ class ValidationResult:
 
     @property
     def by_set(self) -> dict[str, dict[str, float]]:
-        """Metrics by the prefix under which they are logged: `validation`, or that of a named data set."""
+        """Metrics by the prefix under which they are logged: `validation`, or the prefix of a named data set."""
         groups: dict[str, dict[str, float]] = {}
         for name, value in self.metrics.items():
             prefix, _, bare = name.partition("/")

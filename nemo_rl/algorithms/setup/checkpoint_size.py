@@ -34,7 +34,7 @@ def check_space(
     checkpoints: CheckpointManager,
     resume_path: Path | None,
 ) -> None:
-    """Compare the free bytes with what a run will write: refuse if one checkpoint does not fit, warn if all do not.
+    """Compare free bytes with the run's checkpoints, refuse if one does not fit, and warn if all do not fit.
 
     Raises:
         CheckpointError: not even the next checkpoint fits.

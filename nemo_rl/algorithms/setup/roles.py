@@ -139,7 +139,7 @@ def saved_paths(name: str, role: Role, resume_path: Path | None) -> tuple[Path |
 
 
 def turns_of_start(cluster: ClusterConfig, roles: Mapping[str, Role]) -> list[list[str]]:
-    """Return the models that start at the same time: all, but of those on the same GPUs one, the owner last.
+    """Return the models that start at the same time, with one of each group on the same GPUs, the owner last.
 
     Each leaves the GPUs before the next starts (`leave_devices`). Restored at the same time, their optimizers would
     take more memory than any phase of a step. The owner is last because the policy's weights stay.

@@ -1,4 +1,4 @@
-"""Parts of a run that a program passes to `setup` in place of those of the configuration.
+"""Parts of a run that a program passes to `setup` in place of the configured parts.
 
 Each part is optional and replaces the configured one in the algorithm's `recipe`, so nothing is loaded in vain.
 Invariant: a configuration that a program made is checked like one from a file, before anything starts.
@@ -107,7 +107,7 @@ class UserParts:
         return given_data(configured.train, self.val_dataset, config.data, sampled=sampled)
 
     def loss[Loss](self, configured: Loss, section: NamedPartConfig, rows_per_sample: int = 1) -> Loss:
-        """The loss of the run: that of the program, or else the class that `loss_fn.name` names, or the built-in one.
+        """The loss of the run: the program's loss, else the class that `loss_fn.name` names, else the built-in loss.
 
         Args:
             configured: the built-in loss of the algorithm.

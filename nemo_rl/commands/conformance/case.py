@@ -146,7 +146,7 @@ class Case:
 
     @cached_property
     def prompts(self) -> list[list[int]]:
-        """Prompts of very different lengths, the last one of more than half of the context."""
+        """Prompts of very different lengths, of which the last fills more than half of the context."""
         lengths = (3, 12, 1, 30, 7, self.max_model_len * 5 // 8)
         return [[_LOWEST_IDS + (11 * i + 7 * n) % _NUM_IDS for n in range(length)] for i, length in enumerate(lengths)]
 
@@ -155,7 +155,7 @@ class Case:
         return model_of(self.folder, seed)
 
     def compare(self, what: str, model: PreTrainedModel, request: GenerationRequest, result: GenerationResult) -> None:
-        """Compare log-probabilities with those of the reference.
+        """Compare log-probabilities with the reference's log-probabilities.
 
         Raises:
             ContractError: a token has no probability in the reference, or another one.

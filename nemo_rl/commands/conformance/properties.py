@@ -59,12 +59,12 @@ async def greedy(engine: Engine, case: Case) -> None:
 
 
 async def logprobs(engine: Engine, case: Case) -> None:
-    """Log-probabilities are those of the model's distribution at the request's temperature."""
+    """Log-probabilities belong to the model's distribution at the request's temperature."""
     await _compare(engine, case, [{"temperature": temperature} for temperature in (1.0, 0.6, 1.7)])
 
 
 async def filters(engine: Engine, case: Case) -> None:
-    """top_k and top_p exclude tokens, and log-probabilities are those of the distribution that remains."""
+    """top_k and top_p exclude tokens, and log-probabilities belong to the distribution that remains."""
     both = {"temperature": 1.3, "top_k": 20, "top_p": 0.7}
     await _compare(engine, case, [{"top_k": 5}, {"top_p": 0.8}, both])
 

@@ -194,7 +194,7 @@ def _configuration(file: Path, overrides: Sequence[str]) -> RolloutMasterConfig:
 
 
 def _by_environment(samples: Sequence[StoredSample], name: str | None) -> dict[str, list[StoredSample]]:
-    """Group samples by the environment that rewards them now: the named one, or that of the run."""
+    """Group samples by the environment that rewards them now: the named environment, or the run's."""
     groups: dict[str, list[StoredSample]] = {}
     for sample in samples:
         groups.setdefault(name or str(sample.row["task_name"]), []).append(sample)

@@ -90,7 +90,7 @@ def _is_sample(row: Any) -> bool:
 
 
 def detail_of(line: bytes) -> dict[str, Any]:
-    """Return what the page shows of one sample, with its conversation and tokens.
+    """Return the page's data of one sample, with its conversation and tokens.
 
     Raises:
         ValueError: the line is no sample.
@@ -236,7 +236,7 @@ def _number(name: str, text: str) -> float:
 logger = logging.getLogger(__name__)
 
 READ_ERRORS = (OSError, sqlite3.Error, ValueError, OverflowError, RecursionError)
-"""Errors of a full disk, and of files that are gone, damaged or written by a stranger."""
+"""Errors of a full disk, and of files that are gone, damaged or not written by this library."""
 _LARGEST_EXACT = 2**53
 CHOICES = ("phase", "outcome", "task")
 """Columns whose values a page offers as filters."""

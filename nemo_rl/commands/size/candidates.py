@@ -301,7 +301,7 @@ class _Update:
         return self.microbatches * self.layers * share * moved / self._bandwidth(ep)
 
     def _data(self) -> tuple[float, float]:
-        """Return the seconds of FSDP's exchanges, which overlap with computation, and of those that do not overlap."""
+        """Return the seconds of FSDP's exchanges, which overlap with computation, and of all other exchanges."""
         axes, held = self.axes, self._dense_elements() + self._expert_elements()
         if self.job.section.backend_key != "dtensor_cfg":
             ranks = axes.data_parallel_size * axes.cp
@@ -327,7 +327,7 @@ class _Update:
         return mine * (copies * _FOUR_BYTES / HOST_LINK_GB_S + state / HOST_MEMORY_GB_S) / 1e9
 
     def _dense_elements(self) -> float:
-        """Return the elements of a stage on a tensor-parallel rank, without those of experts."""
+        """Return the elements of a stage on a tensor-parallel rank, without elements of experts."""
         trace = self.job.trace
         inside = sum(layer.matrices + layer.vectors for layer in trace.layers) / self.axes.pp
         outside = 0 if trace.tied else trace.embedding.total

@@ -160,7 +160,7 @@ class _Placement:
         return None
 
     def _passes(self, job: Job, fitting: Fitting, chosen: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the largest microbatch of log-prob passes that fits, up to four times that of training."""
+        """Return the largest microbatch of log-prob passes that fits, up to four times the training microbatch."""
         config, candidate = with_values(self.config, chosen), fitting.candidate
         if not (isinstance(config, PolicyGradientMasterConfig) or config.keeps_reference):
             return {}

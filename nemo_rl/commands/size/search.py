@@ -191,7 +191,7 @@ class Search:
 
     @classmethod
     def of(cls, job: Job, headroom: float = HEADROOM) -> "Search":
-        """Rank the candidates of a job by their estimates, those with offload last.
+        """Rank the candidates of a job by their estimates, with candidates that offload last.
 
         Estimates within `TIE` are equal: then less division of the model comes first, then larger microbatches.
 

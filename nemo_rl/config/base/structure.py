@@ -160,7 +160,7 @@ def has_key(keys: Iterable[str], key: str) -> bool:
 
 
 def known_keys(section: type[BaseModel]) -> set[str]:
-    """Return every key that a user may write in this section, including those without effect."""
+    """Return every key that a user may write in this section, including keys without effect."""
     extra = (getattr(section, kind, {}) for kind in ("later", "ignored", "moved"))
     return set(section.model_fields).union(*extra)
 

@@ -1,4 +1,4 @@
-"""Decides which keys may differ between a checkpoint's configuration and that of the run that resumes from it.
+"""Decides which keys may differ between a checkpoint's configuration and the configuration of the resumed run.
 
 A changed key is either applied from the next step on, or refused. It is refused if the checkpoint holds a state that
 belongs to the old value, or if results before and after the change would not be comparable. Invariant: a key that

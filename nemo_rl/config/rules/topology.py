@@ -34,7 +34,7 @@ class Role:
 
 
 def trained(models: Mapping[str, Role]) -> dict[str, Role]:
-    """The models that are trained, which are those that a checkpoint holds."""
+    """The models that are trained, which are also the models of a checkpoint."""
     return {name: role for name, role in models.items() if role.trains}
 
 

@@ -271,7 +271,7 @@ class PolicyGradientMasterConfig(RolloutMasterConfig):
         return self.loss_fn.reference_policy_kl_penalty != 0
 
     def policy_gradient_findings(self, section: str) -> Findings:
-        """Yield what is wrong with the keys that all of these algorithms have.
+        """Yield errors of the keys that all of these algorithms have.
 
         Args:
             section: name of the algorithm's section.

@@ -92,11 +92,11 @@ class RunConfig(Section):
         raise NotImplementedError
 
     def missing_files(self) -> Findings:
-        """Yield what is wrong with the files and folders that keys name, if these can only be local."""
+        """Yield errors of the files and folders that keys name, if these can only be local."""
         return check_files(path for path in self.path_keys() if path.place != INHERITED)
 
     def notes(self) -> Iterator[str]:
-        """Yield what the user should know before the run starts, although it is no error here."""
+        """Yield hints for the user before the run starts, which are no errors."""
         yield from ()
 
     def check(self) -> None:

@@ -193,7 +193,7 @@ class RewardModelEnvironmentConfig(Section):
 
     @property
     def ends_with_turn(self) -> bool:
-        """True if a conversation ends with its last turn, whatever the chat template writes after it."""
+        """True if the text that the chat template writes after the last turn is dropped."""
         return self.conversation_end == "turn" or (self.conversation_end == "auto" and self.checkpoint_path is not None)
 
     @model_validator(mode="after")

@@ -78,7 +78,7 @@ def _load_hub(path: str, subset: str | None, split: str, section: str) -> "datas
         _download_files(builder)
         builder.download_and_prepare()
         return builder.as_dataset(split=split)
-    except Exception as error:  # for a broken connection, what `datasets` raises is an error of an HTTP library
+    except Exception as error:  # a broken connection is an error of some HTTP library
         hint = (
             "The files of the folder must belong together as in a hub repository."
             if folder.is_dir()

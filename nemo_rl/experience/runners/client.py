@@ -116,7 +116,7 @@ class RunnerShare:
                 self.actor.replace(incarnation, death_in_short(death))
             except _NoSignOfLifeError:
                 reason = f"no sign of life for {self._silence_s:g} s (cluster.timeouts.rollout_runner_silence_s)"
-                self.actor.end_hung(incarnation, reason)  # on this loop, as `serve` replaces the actor here too
+                self.actor.end_hung(incarnation, reason)  # on this loop, where `serve` also replaces the actor
 
     async def _look(self, handle: Any) -> None:
         """Ask the runner for lost engines, and replace them."""

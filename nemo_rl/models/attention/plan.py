@@ -129,7 +129,7 @@ class AttentionPlan:
         return self._narrowed[window]
 
     def cut(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Split the tensors `[b, H, T, D]` into those of each piece."""
+        """Split the tensors `[b, H, T, D]` into the tensors of each piece."""
         queries = query.split([piece.queries for piece in self.pieces], dim=2)
         return zip(queries, self._by_piece(key), self._by_piece(value), strict=True)
 

@@ -336,7 +336,7 @@ class DraftTrainer:
         self._sums.zero_()
 
     def held_weights(self, dtype: torch.dtype | None, device: torch.device) -> Iterator[Readable]:
-        """Yield the draft model's tensors for the stream of weights, after those of the policy.
+        """Yield the draft model's tensors for the stream of weights, after the policy's tensors.
 
         Args:
             dtype: cast floating-point tensors to it; None keeps float32.

@@ -46,7 +46,7 @@ class Chunks:
 
     @classmethod
     def balanced(cls, edges: Sequence[int], ranks: int, rank: int) -> "Chunks":
-        """Pair the chunk of most work with that of least, so that two ranks differ by at most one chunk's work."""
+        """Pair chunks of most and least work, so that two ranks differ by at most one chunk's work."""
         work = [sum(p.work for p in _pieces(edges, 2 * ranks, chunk, 0)) for chunk in range(2 * ranks)]
         lightest_first = sorted(range(2 * ranks), key=lambda chunk: work[chunk])
         pairs = (sorted((lightest_first[i], lightest_first[-1 - i])) for i in range(ranks))
@@ -91,12 +91,12 @@ class Chunks:
         return own_K, (chunk_K == early) | (chunk_K == late)
 
     def to_row(self, x: Tensor, dim: int) -> Tensor:
-        """Reorder chunks from the order of the ranks to that of the row."""
+        """Reorder chunks from the order of the ranks to the order of the row."""
         parts = x.chunk(self.count, dim)
         return torch.cat([parts[self.by_rank.index(chunk)] for chunk in range(self.count)], dim)
 
     def to_ranks(self, x: Tensor, dim: int) -> Tensor:
-        """Reorder chunks from the order of the row to that of the ranks."""
+        """Reorder chunks from the order of the row to the order of the ranks."""
         parts = x.chunk(self.count, dim)
         return torch.cat([parts[chunk] for chunk in self.by_rank], dim)
 

@@ -1,4 +1,4 @@
-"""Hugging Face models whose forward returns what a policy needs: log-probabilities of tokens, or numbers.
+"""Hugging Face models whose forward returns the log-probabilities of tokens, or numbers, for a policy.
 
 Of a causal language model, the decoder body computes hidden states; the output head then runs only on the positions
 that are scored, in chunks (`distributed.parallel_logprobs`). Both happen inside one module's forward, because FSDP2
@@ -156,7 +156,7 @@ def find_transform(hf: PreTrainedModel) -> LogitTransform | None:
 
 
 def _suggested(hf: PreTrainedModel) -> Iterator[LogitTransform]:
-    """Yield every combination of the scales and caps that the configuration names, those with most values first."""
+    """Yield every combination of the scales and caps that the configuration names, starting with most values."""
     config = hf.config.get_text_config()
 
     def values(names: tuple[str, ...]) -> list[float]:

@@ -146,7 +146,7 @@ class EngineGroup(GenerationInterface):
         return self.workers.run_all_workers_single_data(method, *args, workers=workers or range(self.num_workers))
 
     def of_engines[T](self, of_workers: Sequence[T]) -> list[T]:
-        """Select the results of each engine's first worker from those of `call_all`."""
+        """Select the results of each engine's first worker from the results of `call_all`."""
         return [of_workers[member.ranks[0]] for member in self._running]
 
     def follow_number(self) -> None:

@@ -102,7 +102,7 @@ def _kernel_variables(generation: GenerationConfig, quantization: WeightQuantiza
 
 
 def engine_precision(policy: PolicyConfig) -> str:
-    """Return the number format of the engines and of the weights that they receive, but for those in float8."""
+    """Return the number format of the engines and of the weights that they receive, except float8 weights."""
     precision = policy.sampling.engine.precision
     return policy.precision if precision in ("auto", FP8) else precision
 

@@ -159,7 +159,7 @@ class GenerationResult:
 
     @property
     def num_scored_later(self) -> int:
-        """Number of tokens whose log-probability is of newer weights than those that wrote them."""
+        """Number of tokens whose log-probability is of newer weights than the weights that wrote the tokens."""
         if self.scored_by is None:
             return 0
         same = (span.start for span in self.weight_versions if span.version == self.scored_by)

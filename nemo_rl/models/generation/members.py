@@ -117,7 +117,7 @@ class Member:
     """How fast it answers."""
 
     def forget_requests(self) -> None:
-        """Drop all pending requests, for which no caller waits, and abort those that were sent."""
+        """Drop all pending requests, for which no caller waits, and abort requests that were sent."""
         unsent = {request_id for request_id, _ in self.outbox}
         self.given_up += [request_id for request_id in self.unfinished if request_id not in unsent]
         self.unfinished, self.outbox, self.collector, self.is_down = {}, [], None, False

@@ -72,7 +72,7 @@ class Meeting:
 
     @property
     def local_place(self) -> int:
-        """Number of this process among those on its machine, and the index of its GPU."""
+        """Number of this process among the processes of its machine, and the index of its GPU."""
         return self.machines[: self.place].count(self.machine)
 
     def is_near(self, places: Iterable[int]) -> bool:
@@ -129,7 +129,7 @@ def _name_of_machine() -> str:
 
 
 def _shared(store: dist.Store, name: str, place: int, num_places: int, own: str) -> tuple[str, ...]:
-    """Tell all processes a text, and return those of all, in the order of their places."""
+    """Send a text to all processes, and return the texts of all, in the order of their places."""
     store.set(f"{name} of {place}", own)
     return tuple(store.get(f"{name} of {other}").decode() for other in range(num_places))
 

@@ -1,4 +1,4 @@
-"""Responses of engines: the tokens that end them, their text, and the continuation of one of an earlier run.
+"""Responses of engines: the tokens that end them, their text, and the continuation of an earlier run's response.
 
 Continue a response that an earlier run has started. The tokens so far become a part of the prompt. The rest is sampled
 with another seed, because the first one would give the same random numbers again, on which the tokens so far depend.

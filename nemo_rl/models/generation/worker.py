@@ -92,7 +92,7 @@ class GenerationWorker:
         await self._engine.abort(request_ids)
 
     async def responses_so_far(self, request_ids: list[str]) -> dict[str, ResponseSoFar]:
-        """Return the tokens sampled so far for those of the requests that run, and continue them.
+        """Return the tokens sampled so far for the running requests, and continue them.
 
         An engine that cannot tell is taken to have sampled none.
         """

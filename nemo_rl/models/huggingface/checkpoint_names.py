@@ -1,4 +1,4 @@
-"""Convert weights between the model's names and shapes and those of checkpoints on the Hugging Face hub.
+"""Convert weights between the names and shapes of a model and of checkpoints on the Hugging Face hub.
 
 transformers renames and fuses some weights as it loads them (the experts of a mixture become one tensor) and undoes
 that in `save_pretrained`. Checkpoints and engines need the original names and shapes too, but one group of tensors at
@@ -196,7 +196,7 @@ def converts(hf: PreTrainedModel) -> bool:
 
 
 def _transforms(hf: PreTrainedModel) -> list[WeightTransform]:
-    """Return the rules with which the model was loaded, or else those of its architecture.
+    """Return the rules with which the model was loaded, or else the rules of its architecture.
 
     Only a load shows whether a prefix was dropped, so rules of the architecture add no prefix.
     """

@@ -42,7 +42,7 @@ class ExportCheck:
 
 
 def is_classifier(config: PretrainedConfig) -> bool:
-    """Return whether a configuration is that of a sequence classifier, such as a reward model."""
+    """Return whether a configuration describes a sequence classifier, such as a reward model."""
     return any(name.endswith(_SCORING_SUFFIX) for name in config.architectures or ())
 
 

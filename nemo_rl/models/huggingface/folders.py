@@ -1,4 +1,4 @@
-"""Copy model folders, and read and write those of adapters (PEFT).
+"""Copy model folders, and read and write folders of adapters (PEFT).
 
 Copy model folders (safetensors, configuration and tokenizer), optionally in another dtype. No model is built.
 Invariant: the copy loads wherever the source does; config.json and the index describe the files correctly.

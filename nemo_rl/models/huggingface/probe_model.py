@@ -203,7 +203,7 @@ def _describe(config: PretrainedConfig, kept: list[int], before: int) -> None:
 
 
 def _kind(layer: nn.Module) -> list[tuple[Any, ...]]:
-    """Describe what a layer computes: its modules, the shapes of their weights and their plain attributes."""
+    """Describe a layer by its modules, the shapes of their weights and their plain attributes."""
     return [
         (
             name,

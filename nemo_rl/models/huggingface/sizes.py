@@ -84,7 +84,7 @@ def parameters_of(config: "PretrainedConfig") -> int:
 
 
 def expert_parameters_of(config: "PretrainedConfig") -> int:
-    """Count those of its parameters that belong to experts among which tokens are divided."""
+    """Count the model's parameters that belong to experts among which tokens are divided."""
     return sum(prod(shape) for name, shape in parameter_shapes(config).items() if ".experts." in name)
 
 

@@ -211,7 +211,7 @@ def _scored(positions_K: Tensor, width: int, rows: int, source_T: Tensor, own_t:
 
 
 def _further(positions_K: Tensor, width: int, bounds: Sequence[int], depth: int) -> Tensor:
-    """Return the positions `depth` tokens before those that are scored, in the same sequence."""
+    """Return the positions `depth` tokens before the scored positions, in the same sequence."""
     before_K = positions_K % width - _starts(bounds)[positions_K % width]
     return positions_K[before_K >= depth] - depth
 

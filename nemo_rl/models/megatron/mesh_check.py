@@ -105,7 +105,7 @@ def _check_dispatcher(mesh: Mesh, asked: MegatronConfig) -> Findings:
 
 
 def _check_pipeline(mesh: Mesh, asked: MegatronConfig) -> Findings:
-    """Check that all chunks have the same number of layers, except for those of the first and last stage."""
+    """Check that all chunks have the same number of layers, except chunks of the first and last stage."""
     pp, chunks = mesh.layout.pp, mesh.asked.size("virtual")
     ends = {key: count for key in (_FIRST, _LAST) if (count := getattr(asked, key)) is not None}
     written = [f"{key}={count}" for key, count in ends.items()] + ([mesh.name("virtual")] if chunks > 1 else [])
@@ -130,7 +130,7 @@ def _check_pipeline(mesh: Mesh, asked: MegatronConfig) -> Findings:
 
 
 def _fits(layers: int, stages: int, chunks: int, ends: dict[str, int]) -> bool:
-    """Return whether the layers without those of the first and last stage divide into equal chunks."""
+    """Return whether the layers, except layers of the first and last stage, divide into equal chunks."""
     if stages == 1:
         return not ends and chunks == 1
     rest, others = layers - sum(ends.values()), stages - len(ends)
@@ -324,7 +324,7 @@ class MegatronRank(RankMemory):
         return (each.outside + each.into_blocks) / sharing + inside
 
     def _other_code(self, index: int) -> float:
-        """Return the bytes that Megatron Core's blocks keep in addition to those of transformers.
+        """Return the bytes that Megatron Core's blocks keep beyond the bytes of transformers' blocks.
 
         Values are a view of the product that also holds queries and keys, so the whole product is kept. On CPUs the
         output of attention is copied. In a gated feed-forward layer plain code keeps one more tensor of its width,

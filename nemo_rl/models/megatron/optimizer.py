@@ -199,7 +199,7 @@ def _norm_of_mtp(optimizer: MegatronOptimizer) -> float:
 
 
 def _clip(optimizer: MegatronOptimizer, norm: float, mtp_norm: float) -> None:
-    """Clip the gradients, those of detached multi-token-prediction layers by their own norm."""
+    """Clip the gradients, for detached multi-token-prediction layers by their own norm."""
     for part in parts_of(optimizer):
         if part.config.clip_grad <= 0:
             continue

@@ -27,7 +27,7 @@ from nemo_rl.utils.errors import ConfigError
 
 
 def routers(chunks: Sequence[Any], *, with_mtp: bool = False) -> list[TopKRouter]:
-    """Return the routers of this rank's layers, if asked with those for multi-token prediction."""
+    """Return the routers of this rank's layers, on request also of layers for multi-token prediction."""
     found = (module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter))
     return [router for router in found if with_mtp or not router.is_mtp_layer]
 

@@ -137,7 +137,7 @@ def shard_batch(
 
 
 def _with_prefixes(sharded: ShardedBatch, prefixes: Prefixes) -> ShardedBatch:
-    """Add what the rows of each microbatch share."""
+    """Add the prefixes that the rows of each microbatch share."""
     saved = 0
     for rows, microbatches in zip(sharded.data, sharded.plan.shards, strict=True):
         rows[SHARED_PREFIXES] = torch.cat([column_of(prefixes, microbatch) for microbatch in microbatches])

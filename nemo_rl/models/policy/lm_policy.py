@@ -302,7 +302,7 @@ class Policy(PolicyInterface):
     def get_values(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
     ) -> BatchedDataDict[ValueOutputSpec]:
-        """Return what a scalar head says before each token: as `get_logprobs`, for a critic.
+        """Return the output of a critic's scalar head before each token, with the arguments of `get_logprobs`.
 
         Args:
             data: `input_ids [B, T]` right padded, `input_lengths [B]`, or stored rows; any number of rows.

@@ -1,4 +1,4 @@
-"""Join what the ranks recorded of optimizer updates (`policy.workers.update_recorder`).
+"""Join the ranks' records of optimizer updates (`policy.workers.update_recorder`).
 
 Invariant: the result does not depend on how ranks divide tensors and rows, except `microbatch_losses` and `modules`,
 which belong to the microbatches of each rank.

@@ -173,7 +173,7 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def verify_export(self, weights: Path, target: Path) -> "ExportCheck":
-        """Compare the outputs of an exported model with those of the checkpoint."""
+        """Compare the outputs of an exported model with the checkpoint's outputs."""
 
 
 BACKEND_CLASSES: Registry[TrainingBackend] = Registry("training backend", TrainingBackend, BACKENDS)

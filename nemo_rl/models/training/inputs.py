@@ -160,7 +160,7 @@ def build_topk_inputs(rows: BatchedDataDict[Any], top: TopK, layout: InputLayout
 
 
 def build_position_inputs(rows: BatchedDataDict[Any], layout: InputLayout, device: torch.device) -> ModelInputs:
-    """Lay out the rows of one microbatch for what the model gives after every real token, the last one included.
+    """Lay out the rows of one microbatch for the model's outputs after every real token, including the last.
 
     Args:
         rows: `input_ids [b, T]` right padded and `input_lengths [b]`, on the CPU.

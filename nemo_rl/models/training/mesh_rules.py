@@ -89,7 +89,7 @@ class Mesh:
         return self.count("num_hidden_layers") or 1
 
     def sizes(self, axis: str) -> list[int]:
-        """Return the sizes of an axis that fit the number of ranks if the other axes stay as they are."""
+        """Return the sizes of an axis that fit the number of ranks if the other axes do not change."""
         layout = self.layout
         if axis == "ep":
             most = layout.dp_shard * layout.cp * layout.tp // self.asked.size("etp")

@@ -150,7 +150,7 @@ def _only(argument: int, values: Iterable[int]) -> list[Instruction]:
 
 
 def _each(values: Iterable[int], action: int) -> list[Instruction]:
-    """Compare what is loaded with some values, and act where one is equal."""
+    """Compare the loaded value with some values, and act if one is equal."""
     return [one for value in values for one in ((_EQUAL, 0, 1, value), (_RETURN, 0, 0, action))]
 
 

@@ -184,7 +184,7 @@ def _is_there(final: Path, newer_than: float) -> bool:
 
 
 def _reason(folder: Path, name: str, found: Mapping[str, str]) -> str:
-    """Explain why an environment is made: what has changed since the last one of its name."""
+    """Explain why an environment is made, by the changes since the last environment of its name."""
     stamps = sorted(folder.glob(f"{name}-*/{_STAMP}"), key=lambda stamp: stamp.stat().st_mtime)
     if not stamps:
         return "there is none yet"

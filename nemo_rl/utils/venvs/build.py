@@ -56,7 +56,7 @@ def digest(found: Mapping[str, str]) -> str:
 
 
 def requirements_digest(project: Path) -> str:
-    """Return a hash of the parts of a pyproject.toml that decide what is resolved."""
+    """Return a hash of the parts of a pyproject.toml that decide the resolved versions."""
     content = tomllib.loads(project.read_text())
     parts = [content["project"].get(key) for key in _REQUIREMENTS]
     return _hash(json.dumps([*parts, content.get("tool", {}).get("uv")], sort_keys=True).encode())

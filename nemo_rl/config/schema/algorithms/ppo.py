@@ -23,7 +23,7 @@ class PPOAdvantageConfig(Section):
 
     @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
-        """Report each lambda that another key replaces, and those of the policy where it has none."""
+        """Report each lambda that another key replaces, and the policy's keys where the policy has no lambda."""
         is_raw, alpha = values.get("name") == "raw_reward", values.get("length_adaptive_alpha")
         own_policy, own_value = (values.get(f"gae_lambda_{model}") is not None for model in ("policy", "value"))
         no_lambda = "name=raw_reward has no lambda of the policy"

@@ -109,7 +109,7 @@ def parts_of_this_rank(weights: Iterable[tuple[str, Tensor]], names_here: Iterab
 
 
 def _writes(tensor: DTensor) -> bool:
-    """Return whether this rank is the first one that holds its shard, and the shard is not empty."""
+    """Return whether this rank is the first rank with its shard, and the shard is not empty."""
     coordinate = tensor.device_mesh.get_coordinate()
     placed = zip(coordinate, tensor.placements, strict=True) if coordinate is not None else ()
     first = all(index == 0 for index, placement in placed if placement.is_replicate())

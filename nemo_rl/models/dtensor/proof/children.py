@@ -45,7 +45,7 @@ class Failure:
 
 @dataclass
 class _Child:
-    """A forked process and what it has sent so far."""
+    """A forked process and the bytes that it has sent so far."""
 
     pid: int
     """Process id."""

@@ -17,7 +17,7 @@ from nemo_rl.data.interfaces import Message, TokenizerType
 
 
 def whole(text: str) -> str:
-    """Return a text with "?" for halves of characters, which JSON can hold and no tokenizer or file could take."""
+    """Replace lone surrogates by "?", because JSON can carry them, but tokenizers and files cannot."""
     return text.encode("utf-8", errors="replace").decode()
 
 

@@ -142,7 +142,7 @@ def seconds_of(retry_after: str | None) -> float:
 
 
 def pause_s(attempt: int, first_s: float, longest_s: float, error_wait_s: float) -> float:
-    """Return the seconds before a request is sent again: doubled each time, with jitter, or what the endpoint asks.
+    """Return the seconds before a request is sent again, doubled each time with jitter, or as the endpoint asks.
 
     Args:
         attempt: how often it was sent before this time.

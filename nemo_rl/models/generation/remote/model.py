@@ -96,7 +96,7 @@ def _form(grammar: Grammar | None) -> dict[str, Any]:
 
 
 def _around(chat: ChatInput) -> dict[str, Any]:
-    """Return what a conversation has besides its messages."""
+    """Return the parts of a conversation besides its messages."""
     fields: dict[str, Any] = {}
     if chat.tools:
         fields["tools"] = [dict(tool) for tool in chat.tools]
@@ -411,7 +411,7 @@ def connection_to(config: ModelEndpointConfig, timeout_s: float | None = None) -
 
 
 def _refusal(error: EndpointError) -> NoAnswerError | EndpointUnusableError:
-    """Return what a refused request means: for the run, or for its sample alone."""
+    """Return the error of a refused request, which ends the run or only the request's sample."""
     if error.status in _OF_THE_RUN:
         return EndpointUnusableError(
             f"{error}\nCheck {SECTION}.model, base_url and api_key_env. With eval.save_path the same command continues."

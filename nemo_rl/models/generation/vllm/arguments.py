@@ -42,7 +42,7 @@ _EXPERT = "{}.0.gate_proj.weight"
 
 
 def quantization_config(quantization: WeightQuantization, unquantized: Iterable[str]) -> dict[str, Any]:
-    """Return `quantization_config`, which replaces that of the model's files.
+    """Return `quantization_config`, which replaces the one in the model's files.
 
     Args:
         quantization: what is sent.
@@ -76,7 +76,7 @@ def warn_of_weights_only(quantization: WeightQuantization, capability: tuple[int
 
 
 def unquantized_layers(model: PretrainedConfig, quantization: WeightQuantization) -> list[str]:
-    """Return the names of linear layers and of lists of experts whose weights arrive as they are.
+    """Return the names of linear layers and of lists of experts whose weights arrive unquantized.
 
     Builds the Hugging Face model without memory.
     """
@@ -188,7 +188,7 @@ def _graphs(settings: EngineSettings) -> dict[str, int]:
 
 
 def _hf_overrides(settings: EngineSettings) -> Any:
-    """Merge changes to the model's configuration: the library's, then the policy's, then those of `vllm_kwargs`."""
+    """Merge changes to the model's configuration: the library's, then the policy's, then changes in `vllm_kwargs`."""
     own = settings.engine_kwargs.get("hf_overrides") or {}
     if not isinstance(own, Mapping):  # it may be a function of the configuration
         return own

@@ -32,7 +32,7 @@ from nemo_rl.utils.errors import GenerationError
 _UNUSED = re.compile(r"model\.layers\.[1-9]\d*\.hidden_norm")
 """Norms that vLLM makes in layers that do not have them."""
 _MARK = "trained_with_policy"
-"""Key of the `config.json`, and of vLLM's `additional_config` for layers of the policy; weights arrive in syncs."""
+"""Key that marks a draft model whose weights come with each sync, not from files."""
 TRAINED_LAYERS = {_MARK: True}
 """vLLM's `additional_config` if the policy's layers for multi-token prediction arrive in syncs."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")

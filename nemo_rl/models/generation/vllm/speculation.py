@@ -105,7 +105,7 @@ def proposes_with_latent_attention(speculation: Speculation, model_has_it: bool)
 
 
 def check_speculation(policy: PolicyConfig, cluster: ClusterConfig, model: Any) -> None:
-    """Refuse a section that vLLM cannot serve, or that would change what is sampled.
+    """Refuse a section that vLLM cannot serve, or that would change the distribution of samples.
 
     Args:
         policy: the `policy` section, with `generation`.

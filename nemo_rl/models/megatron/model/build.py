@@ -60,7 +60,7 @@ def require_packed_attention(chosen: str | None, capability: tuple[int, int], *,
 
 
 def uses_transformer_engine(options: MegatronConfig, device: torch.device) -> bool:
-    """Return whether layers are those of Transformer Engine."""
+    """Return whether layers are from Transformer Engine."""
     return device.type == "cuda" and HAVE_TE and options.transformer_impl != "local"
 
 

@@ -1,4 +1,4 @@
-"""Count what a policy computes: the cost of a pass over rows, and the passes of a step.
+"""Count the work of a policy: the cost of a pass over rows, and the passes of a step.
 
 Count what a policy computes in a step, so that a run can report its throughput.
 

@@ -173,7 +173,7 @@ class ScoringWorker:
         return keep(rows, scores, None if of_reference else stale_of(data)) if self._gives_scores else None
 
     def _of_tokens(self, data: BatchedDataDict[Any], sizes: Sequence[int]) -> Tensor:
-        """Return what the model gives for every token that has a predecessor, `[b, T]`."""
+        """Return the model's values for every token that has a predecessor, `[b, T]`."""
         microbatches = list(split_rows(data, sizes))
         inputs = [
             build_model_inputs(rows, all_targets(rows), self._layout, self.backend.device) for rows in microbatches
