@@ -1,4 +1,4 @@
-"""Give each prompt a level of effort: draw it, and render the prompt again with what the level says.
+"""Give each prompt a level of effort: draw the level, and render the prompt again with its texts.
 
 Any environment and any processor whose data has `DatumSpec.chat` will do. Invariant: the level of a prompt depends on
 (run seed, phase, row) only, so all answers to it, any process, a resumed run and `nemo_rl regrade` have the same.

@@ -127,7 +127,7 @@ class PromptLoader(StatefulDataLoader):
 
     @property
     def num_rows(self) -> int:
-        """Rows of an epoch, those that do not fill its last batch included."""
+        """Rows of an epoch, including rows that do not fill its last batch."""
         return self._order.num_rows
 
     @property

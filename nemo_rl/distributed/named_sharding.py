@@ -82,7 +82,7 @@ class NamedSharding:
 
     @cached_property
     def _positions(self) -> dict[int, int]:
-        """Position of each worker in the flattened layout: every call of a group asks for those of all workers."""
+        """Position of each worker in the flattened layout, as every call of a group needs it for all workers."""
         return {int(worker): position for position, worker in enumerate(self._layout.ravel())}
 
     def get_worker_coords(self, worker_id: int) -> dict[str, int]:

@@ -138,7 +138,7 @@ def _sampled_truths(rows: RowsWithPlace) -> Iterator[tuple[str, Truth]]:
 
 
 def sampled_indices(num_rows: int) -> list[int]:
-    """Return the first rows, and further ones that are spread evenly over the rest."""
+    """Return the first rows, and further rows that are spread evenly over the rest."""
     first = min(num_rows, FIRST_ROWS)
     rest = num_rows - first
     spread = min(rest, SPREAD_ROWS)

@@ -1,4 +1,4 @@
-"""Catch what the user's code raises, and describe it.
+"""Catch the errors of the user's code, and describe them.
 
 The code may raise anything, also exceptions that are no `Exception`, such as a `CancelledError` of a task of its own or
 `pytest.skip`. So callers catch `BaseException` and ask here whether it is theirs.

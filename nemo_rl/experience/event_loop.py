@@ -64,7 +64,7 @@ class BackgroundTask[T]:
         self._wait(timeout_s, check_local_ray)
 
     def result(self, timeout_s: float) -> T:
-        """Wait for the end and return what the coroutine returned.
+        """Wait for the end and return the result of the coroutine.
 
         Args:
             timeout_s: limit for the wait; the task runs on after it.

@@ -31,7 +31,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def mean_metrics(collections: Sequence[Rollouts]) -> dict[str, float]:
-    """Join metrics of several collections: for each, the mean over those that have it, weighted by trajectories."""
+    """Join metrics of several collections, each by its mean over collections that have it, weighted by trajectories."""
     values: dict[str, list[tuple[float, int]]] = defaultdict(list)
     for collection in collections:
         for name, value in collection.metrics.items():

@@ -52,7 +52,7 @@ class SampleProgress:
     """End of the response that the environment has to answer; None while there is none."""
 
     def num_tokens(self, response: ResponseSoFar) -> int:
-        """Return the number of sampled tokens, with those of the response that is being sampled."""
+        """Return the number of sampled tokens, including tokens of the response that is being sampled."""
         return self.sample.response_length + len(self.so_far) + len(response)
 
     def state_dict(self, response: ResponseSoFar) -> dict[str, Any]:

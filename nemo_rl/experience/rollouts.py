@@ -184,7 +184,7 @@ class RolloutRunner:
         return self._limits.timeout_s + CLOSING_S + 2 * CLEAN_UP_S
 
     def wait_for_groups(self) -> None:
-        """Wait until no started group is being played, except those that continue through updates of the weights.
+        """Wait until no started group is being played, except groups that continue through updates of the weights.
 
         Failures of groups stay with their tasks.
 
@@ -352,7 +352,7 @@ class RolloutRunner:
         return mean_metrics(groups) | await post_process(self._by_unit(groups=False), samples)
 
     def _by_unit(self, *, groups: bool) -> dict[str, EnvironmentPort]:
-        """Environments that post-process groups, or those that post-process collections."""
+        """Environments that post-process groups, or else environments that post-process collections."""
         return {name: each for name, each in self._environments.items() if each.post_processes_groups == groups}
 
     def _check_environments(self, names: Iterable[str]) -> None:

@@ -214,7 +214,7 @@ def _is_opened(before: TaggedTokens) -> bool:
 
 
 def thinking_reader(config: RewardPenaltyConfig, tokenizer: Any) -> ThinkingReader:
-    """Return what finds the thinking tags of a configuration.
+    """Return the reader that finds the thinking tags of a configuration.
 
     They are found by token if `token_ids` gives both tokens, or if the tokenizer has a token of its own for each tag
     whose id is not given; otherwise by text.

@@ -151,7 +151,7 @@ class Trajectory:
         self.reward = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what training and metrics need of a finished sample, as tensors and plain values for a checkpoint.
+        """Return the data of a finished sample for training and metrics, as tensors and plain values for a checkpoint.
 
         Left out is what only the episode needs: `episode`, `chat` and `served_by`; and metadata of the environment that
         a checkpoint cannot hold.
@@ -258,7 +258,7 @@ class Trajectory:
         return rewards
 
     def after_penalties(self, value: float) -> float:
-        """Return a reward, or a component of one, as it is for training."""
+        """Return a reward, or a component of a reward, in its form for training."""
         return min(value, 0.0) if self.is_penalized else value
 
     @property

@@ -88,7 +88,7 @@ class LiveDisplay:
             self._restore()
 
     def _restore(self) -> None:
-        """Put the real streams back in place of those of the display."""
+        """Put the real streams back in place of the display's streams."""
         for name, (stream, shown) in self._replaced.items():
             if getattr(sys, name) is shown:
                 setattr(sys, name, stream)

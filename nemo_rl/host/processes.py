@@ -42,7 +42,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def end_descendants(pid: int) -> None:
-    """Send SIGKILL to all processes below a process of this machine, also to those that start meanwhile."""
+    """Send SIGKILL to all processes below a process of this machine, also to processes that start meanwhile."""
     while below := descendants(pid):
         for each in below:
             try:

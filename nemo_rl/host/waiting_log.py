@@ -84,7 +84,7 @@ class StillWaiting:
             self._bar.show(self._done())
 
     def _described(self, now: float) -> str:
-        """Return what is finished, and an estimate of the rest where some parts are."""
+        """Return the finished parts, and an estimate of the rest if some parts are finished."""
         if self._done is None:
             return self._state
         done = self._done()

@@ -159,7 +159,7 @@ def make_checks(config: RunConfig, moment: Moment) -> None:
 
 
 def check_devices(request: Request) -> Passed:
-    """Compare the requested GPUs with those of this machine."""
+    """Compare the requested GPUs with the GPUs of this machine."""
     cluster = request.config.cluster
     check_device(request.config, count_gpus())
     ranks = cluster.policy_ranks_per_node

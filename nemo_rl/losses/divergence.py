@@ -100,7 +100,7 @@ def calculate_kl(
 def kl_penalty(
     logprobs_BT: Tensor, logprobs_reference_BT: Tensor, mask_BT: Tensor, config: ClippedPGLossConfig
 ) -> Tensor:
-    """Return what the KL penalty takes from the reward of each token, `[B, T]` float64, or 0 where the mask is 0.
+    """Return the KL penalty on the reward of each token, `[B, T]` float64, or 0 where the mask is 0.
 
     Args:
         logprobs_BT: log-probabilities under the policy.

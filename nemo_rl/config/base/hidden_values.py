@@ -70,7 +70,7 @@ def _part(text: str) -> str | int:
 
 
 def without_secret(name: str, text: str) -> str:
-    """Return what others may read of a text that was written under a name."""
+    """Return the public part of a text that was written under a name."""
     is_secret = _VARIABLE.fullmatch(name) if name.isupper() else _KEY.fullmatch(name.lower())
     return HIDDEN if is_secret and text else _LOGIN.sub(f"{HIDDEN}@", text)
 

@@ -158,7 +158,7 @@ def check_engines(section: str, generation: GenerationConfig, counts: Sequence[i
 
 
 def _check_servers(section: str, generation: GenerationConfig, counts: Sequence[int]) -> Findings:
-    """Check that SGLang's servers can be started or are named, and that they can do what is asked."""
+    """Check that SGLang's servers can be started or are named, and that they can do the requested work."""
     if generation.backend != "sglang":
         return
     keys, config = f"{section}.sglang_cfg", generation.sglang_cfg

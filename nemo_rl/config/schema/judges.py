@@ -56,7 +56,7 @@ class JudgeEngineConfig(Section):
     """Where the judge computes."""
 
     def as_policy(self, temperature: float = 0.0, max_tokens: int = 512) -> PolicyConfig:
-        """Return the section of the engines' model, as that of a policy that is not trained.
+        """Return the section of the engines' model, in the form of a policy that is not trained.
 
         Args:
             temperature: sampling temperature.
@@ -164,7 +164,7 @@ class RewardModelEnvironmentConfig(Section):
     """Where the reward model computes."""
 
     def as_policy(self) -> PolicyConfig:
-        """Return the section of the model's ranks, as that of a policy that is not trained.
+        """Return the section of the model's ranks, in the form of a policy that is not trained.
 
         Raises:
             ConfigError: checkpoint_path has no model.

@@ -1,4 +1,4 @@
-"""Prepares data sets that a program passes in place of those that the configuration names.
+"""Prepares data sets that a program passes in place of the configured data sets.
 
 Invariant: they pass the same early checks as configured ones, so unusable data is found before Ray starts.
 """

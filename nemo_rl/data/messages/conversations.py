@@ -155,7 +155,7 @@ def with_task_prompts(messages: LLMMessageLogType, spec: TaskDataSpec) -> LLMMes
 
 
 def _add_ends(pieces: list[_Piece], chat: ChatRenderer, text: str, add_bos: bool, add_eos: bool) -> None:
-    """Add the token that begins a sequence to the first piece, and the one that ends the last turn, in place."""
+    """Add the token that begins a sequence to the first piece, and the token that ends the last turn, in place."""
     if add_bos:
         pieces[0].text = with_bos(pieces[0].text, chat.tokenizer)
     if add_eos:

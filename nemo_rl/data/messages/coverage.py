@@ -203,7 +203,7 @@ def _divided(message: Message) -> tuple[list[str], str]:
 
 
 def _holds(rendered: str, wanted: str | tuple[str, ...]) -> bool:
-    """Return whether a text stands in a rendered chat: as it is, as JSON, or line by line."""
+    """Return whether a text stands in a rendered chat, either unchanged, as JSON, or line by line."""
     if isinstance(wanted, tuple):
         return any(_holds(rendered, each) for each in wanted)
     text = wanted.strip()

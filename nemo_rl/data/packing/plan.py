@@ -29,7 +29,7 @@ one prompt share tokens, so that the layout of a batch does not depend on where 
 
 
 def find_prefixes(rows: BatchedDataDict[Any]) -> Prefixes:
-    """Find what the rows of a batch share.
+    """Find the beginnings that rows of a batch share.
 
     Args:
         rows: `input_ids [b, T]` and `input_lengths [b]`, or stored rows, and `PROMPT_GROUPS` if only rows of one prompt

@@ -94,7 +94,7 @@ def _compare_new_nodes(places: Iterable[RayVirtualCluster], shared: Shared, comp
 
 
 def _ask(nodes: Mapping[str, str], question: _Question) -> dict[str, list[str]]:
-    """Return what each node lacks, by node id."""
+    """Return the faults of each node, by node id."""
     remote: Any = ray.remote(num_cpus=0, max_retries=0)(_differences)
     places = {node_id: NodeAffinitySchedulingStrategy(node_id, soft=False) for node_id in nodes}
     answers = {
@@ -121,7 +121,7 @@ def _answer_of(ref: Any) -> list[str]:
 
 
 def _differences(question: _Question, node_id: str) -> list[str]:
-    """Return what the node that runs this lacks."""
+    """Return the faults of the node that runs this."""
     found = []
     own = _code()
     if own.partition(", in")[0] != question.code.partition(", in")[0]:

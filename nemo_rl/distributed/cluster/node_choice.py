@@ -65,7 +65,7 @@ def choose_nodes(
     avoid: Collection[str] = (),
     segment_size: int | None = None,
 ) -> list[str] | None:
-    """Give each entry of bundles a node that is large enough, preferably one with room now.
+    """Give each entry of bundles a node that is large enough, preferably a node with room now.
 
     Args:
         counts: bundles of each entry.

@@ -1,4 +1,4 @@
-"""Turn an error of one rank into an error of all ranks, so that no rank waits for one that has stopped.
+"""Turn an error of one rank into an error of all ranks, so that no rank waits for a stopped rank.
 
 Invariant: after `raise_on_all_ranks` either every rank continues, or every rank has raised the same CheckpointError.
 """

@@ -90,7 +90,7 @@ def _equal_but_for_a_name(truth: str, answer: str) -> bool:
 
 
 def _without_name(text: str) -> str:
-    """Return what follows "x=" in a text with one equation."""
+    """Return the text after "x=" in a text with one equation."""
     sides = split_top(text, "=")
     is_one = len(sides) == 2 and len(split_top(text, ",;")) == 1 and _NAME.fullmatch(sides[0])
     return sides[1] if is_one else text

@@ -1,4 +1,4 @@
-"""Host one environment object in its Ray actor, and catch what the user's code raises.
+"""Host one environment object in its Ray actor, and catch the errors of the user's code.
 
     EnvironmentActor        `step` is a function: calls run on the main thread one after another, or on
                             `max_concurrent_steps` threads; a hook that is a coroutine runs on a private event loop

@@ -68,7 +68,7 @@ def section_of(section: Mapping[str, Any] | BaseModel) -> dict[str, Any]:
 
 
 def own_keys(section: Mapping[str, Any], config_class: type | None) -> dict[str, Any]:
-    """Return the keys of a section that are the environment's own: all but those above that its class does not name.
+    """Return the keys of a section that are the environment's own: all but the keys above that its class does not name.
 
     Args:
         config_class: `EnvironmentInterface.config_class`.
@@ -272,7 +272,7 @@ def import_path(runtime_env: Mapping[str, Any]) -> list[str]:
 
 
 def extend_path(folders: Sequence[str]) -> None:
-    """Search folders for modules after those that this process searches already."""
+    """Search folders for modules, after the folders that this process searches already."""
     sys.path.extend(entry for entry in folders if entry not in sys.path)
 
 

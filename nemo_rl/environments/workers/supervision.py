@@ -112,7 +112,7 @@ class SupervisedActor:
         self._restarts_in_a_row = max(self._restarts_in_a_row - 1, 0)
 
     async def cause_of_death(self, incarnation: Incarnation, error: RayError) -> str:
-        """Return why an actor died, as far as it is known: what it wrote about its memory, or Ray's report."""
+        """Return why an actor died, as far as it is known, from its message about memory or from Ray's report."""
         if incarnation.process is not None:
             tail = await asyncio.to_thread(tail_of_logs, incarnation.process)
             excess = [line.partition(MEMORY_MARK)[2] for line in tail.splitlines() if MEMORY_MARK in line]
@@ -190,7 +190,7 @@ async def answer_of(call: "ray.ObjectRef[Any]", timeout_s: float) -> Any:
 
 
 def construction_error(error: RayError) -> str:
-    """Return what a constructor raised: the user's lines and the last line of Ray's report, which is the error."""
+    """Return the error of a constructor, as the user's lines and the last line of Ray's report."""
     last = [line.strip() for line in str(error).splitlines() if line.strip()][-1]
     lines = "\n".join(map(str, user_lines(error)[-3:]))
     return f"{last}\n{lines}" if lines else last

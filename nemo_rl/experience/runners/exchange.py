@@ -142,7 +142,7 @@ class GroupExchange:
             asyncio.get_running_loop().call_soon(self._send)
 
     def _send(self) -> None:
-        """Send the groups that were added since the last call, and the numbers of those that were given up."""
+        """Send the groups that were added since the last call, and the numbers of groups that were given up."""
         self._send_is_due = False
         if self._handle is None:
             return  # `serve` sends all open groups when the actor runs

@@ -28,7 +28,7 @@ from nemo_rl.utils.errors import DataError
 
 @dataclass(frozen=True)
 class CallTests:
-    """Tests in Python that call what the solution defines."""
+    """Tests in Python that call the solution's functions and classes."""
 
     tests: tuple[str, ...]
     """Source code of tests: `assert` statements, functions `test...`, classes of `unittest`. Each assert statement is a

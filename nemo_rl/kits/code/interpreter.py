@@ -101,7 +101,7 @@ def files_of(folder: str, max_bytes: int) -> dict[str, bytes]:
 
 
 def text_of_outcome(outcome: Outcome) -> str:
-    """Return what a model is told about a run: its output, an error, and the limit that ended it."""
+    """Return the model's text about a run: its output, an error, and the limit that ended it."""
     text = (outcome.stdout + outcome.stderr).strip("\n")
     if outcome.end is not End.EXITED:
         text += f"\nThe program was ended: it went beyond the limit of {outcome.end}."

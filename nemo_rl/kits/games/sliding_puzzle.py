@@ -65,7 +65,7 @@ def solution_lengths(size: int) -> dict[Grid, int]:
 
 
 def random_solve_rate(grid: Sequence[Sequence[int]], max_moves: int) -> float:
-    """Return the probability that random moves among those that the rules allow solve a board in time.
+    """Return the probability that random allowed moves solve a board in time.
 
     Args:
         grid: tiles by row; 0 is the empty cell.

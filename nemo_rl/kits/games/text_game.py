@@ -202,7 +202,7 @@ def observed(text: str) -> str:
 
 
 def settings_of(cfg: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the settings of a game: those below `cfg` of its section, or the mapping itself."""
+    """Return the settings of a game, which are `cfg` of its section or the mapping itself."""
     section = dict(cfg or {})
     return dict(section["cfg"] or {}) if "cfg" in section else section
 

@@ -88,7 +88,7 @@ class JudgeModel(abc.ABC):
         """
 
     def close(self) -> None:  # noqa: B027  (optional hook)
-        """Release what the model holds."""
+        """Release the resources of the model."""
 
 
 _MILLION = 1e6

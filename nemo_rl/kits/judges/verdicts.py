@@ -210,7 +210,7 @@ def read_reward(config: LLMJudgeConfig, text: str, answer_is_b: bool = False, qu
 
 
 def _after_thinking(text: str) -> str:
-    """Return what the judge wrote after its thinking."""
+    """Return the judge's text after its thinking."""
     rest = text.rpartition(_END_OF_THOUGHT)[2]
     if rest.lstrip().startswith(_THOUGHT):
         raise JudgeError(f"the judge's thinking does not end, so it has no verdict: {text[-_SHOWN_CHARS:]!r}")

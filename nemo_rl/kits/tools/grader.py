@@ -55,7 +55,7 @@ class Grader:
 
 
 def check_grader(config: GraderConfig | None, place: str, tokenizer: "TokenizerType | None") -> None:
-    """Check the environment that grades, and its section, as those below `env`.
+    """Check the environment that grades, and its section, as a section below `env` is checked.
 
     Args:
         config: the section; None: nothing is graded.

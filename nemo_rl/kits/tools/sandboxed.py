@@ -98,7 +98,7 @@ class _Interpreter(OpenTools):
         return outcome
 
     def _said(self, outcome: Outcome) -> ToolOutput:
-        """Return what the model reads."""
+        """Return the text that the model reads."""
         text = cut_middle(text_of_outcome(outcome), self._max_bytes) or "[no output]"
         return ToolOutput(text, _fault(outcome))
 

@@ -1,4 +1,4 @@
-"""Tell which part of a response is thinking, by its tags and by what the chat template writes before it."""
+"""Find the part of a response that is thinking, by its tags and by the chat template's text before it."""
 
 import inspect
 import json

@@ -86,7 +86,7 @@ class OwnDevicesConfig(Section):
 
 
 class PlacementConfig(Section):
-    """Devices of a model: its own, or those of another model."""
+    """Devices of a model: its own, or another model's."""
 
     enabled: bool = True
     """The two models take turns on the same devices."""
@@ -219,7 +219,7 @@ class PolicyConfig(Section):
 
     @property
     def placement(self) -> PlacementConfig:
-        """The model's devices: those of the policy, unless its section names others."""
+        """The model's devices, which are the policy's unless its section names others."""
         return PlacementConfig()
 
     @property

@@ -130,7 +130,7 @@ def attributes_of_names(trees: Sequence[ast.AST]) -> dict[str, set[str]]:
 
 
 def tests_to_call(tree: ast.Module, trees: Sequence[ast.Module]) -> list[Function]:
-    """Return the functions `test...` of a tree, those of classes too, that nothing else calls."""
+    """Return the functions `test...` of a tree, also in classes, that nothing else calls."""
     if not any(getattr(node, "name", "")[:4].lower() == "test" for node in tree.body):
         return []
     referenced = {node.id for one in trees for node in ast.walk(one) if isinstance(node, ast.Name)}

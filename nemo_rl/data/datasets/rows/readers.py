@@ -71,7 +71,7 @@ class RowTable:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows, including those that could not be read."""
+        """Number of rows, including unreadable rows."""
         return len(self.rows) + len(self.bad_rows)
 
 

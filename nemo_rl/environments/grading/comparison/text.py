@@ -191,7 +191,7 @@ def _braced_roots(text: str) -> str:
 
 
 def _matching(text: str) -> dict[int, int]:
-    """Return the position of the closing bracket for that of each opening one."""
+    """Return the position of the closing bracket by the position of the opening bracket."""
     opened: list[int] = []
     ends: dict[int, int] = {}
     for position, char in enumerate(text):

@@ -85,7 +85,7 @@ def plain_words(text: str) -> str | None:
 
 
 def _form(words: str) -> str:
-    """Return words as they are compared: without case and spaces, except for a single small letter."""
+    """Return words for a comparison, without case and spaces, except for a single small letter."""
     text = " ".join(words.replace(".", " ").split())
     letters = text.replace(" ", "")
     if len(letters) == 1:

@@ -40,7 +40,7 @@ class Solution(Peer):
             self._end()
 
     def special(self, name: str, remote: Remote, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Return what a special method of the solution's object returns.
+        """Return the result of a special method of the solution's object.
 
         What a solution's object says about itself counts; what it says about plain data, such as that it is equal to
         9, does not. An object that says the same about a random text says nothing.
@@ -102,7 +102,7 @@ class Solution(Peer):
         return super().answer(request)
 
     def print(self, text: str) -> None:
-        """Print what the solution has printed, which a test may have redirected."""
+        """Print the solution's output, which a test may have redirected."""
         sys.stdout.write(text)
 
     def _receive(self) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class Names(dict[str, Any]):
         return found
 
     def of_solution(self, name: str) -> Any:
-        """Return what the solution has under a name."""
+        """Return the value of a name in the solution."""
         try:
             return self._solution.ask("value", Name(name))
         except NameError as error:

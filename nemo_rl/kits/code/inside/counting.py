@@ -228,7 +228,7 @@ class _Stops(ast.NodeTransformer):
 
 
 def _directly(loop: ast.AST) -> list[ast.AST]:
-    """Return the asserts of a loop that run in each round, those of loops in it too."""
+    """Return the asserts of a loop that run in each round, including asserts of loops in it."""
     found: list[ast.AST] = []
     stack: list[ast.AST] = list(getattr(loop, "body", []))
     while stack:

@@ -1,4 +1,4 @@
-"""Run the blocks of code of an episode one after another, and print what the last one prints.
+"""Run the blocks of code of an episode one after another, and print the output of the last block.
 
 Started as `main.py` next to `session.json` with `blocks` and `context`, the variables that they start with. As in an
 interactive Python, the value of an expression at the end of a block is printed. Earlier blocks only rebuild the
