@@ -46,5 +46,5 @@ install_finders()
 
 
 def __dir__() -> list[str]:
-    """The names above and those of the module itself."""
+    """The names above and the names of the module itself."""
     return sorted({*globals(), *__all__})

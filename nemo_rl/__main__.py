@@ -24,7 +24,7 @@ COMMANDS = [doctor, regrade, replay, report, size, watch]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand; returns its exit status.
+    """Run a subcommand and return its exit status.
 
     Args:
         arguments: command line without the program, `sys.argv` by default.

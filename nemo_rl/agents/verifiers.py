@@ -69,7 +69,7 @@ class VerifiersEnvironment(EnvironmentInterface[dict[str, Any]]):
     async def open_episode(  # type: ignore[override]  # may be a coroutine function
         self, metadata: dict[str, Any]
     ) -> EpisodeStart[dict[str, Any]]:
-        """Start the episode of a seed, which chooses the row; the prompt is what it first asks the model."""
+        """Start the episode of a seed, which chooses the row, with the environment's first request as prompt."""
         rows = self._rows(metadata.get("split"))
         episode = _Episode(self._environment, rows[metadata["seed"] // 2 % len(rows)])
         key = uuid.uuid4().hex
@@ -83,7 +83,7 @@ class VerifiersEnvironment(EnvironmentInterface[dict[str, Any]]):
     async def step(  # type: ignore[override]  # may be a coroutine function
         self, message_log_batch: list["LLMMessageLogType"], metadata: list[dict[str, Any]]
     ) -> EnvironmentReturn[dict[str, Any]]:
-        """Give the answer of one turn to the environment; B is 1."""
+        """Give the answer of one turn to the environment (B is 1)."""
         (log,), (state,) = message_log_batch, metadata
         episode = self._episodes.get(state["episode"])
         if episode is None:
@@ -138,7 +138,7 @@ class _Episode:
         self._playing = asyncio.create_task(self._play(environment, row))
 
     async def next_messages(self, answer: str | None) -> list[dict[str, Any]] | None:
-        """Return the messages that the environment added before it asked again; None if it is over."""
+        """Return the messages that the environment added before it asked again, or None if the episode is over."""
         if answer is not None:
             self._conversation.append({"role": "assistant", "content": answer})
             self._answers.put_nowait(answer)
@@ -152,7 +152,7 @@ class _Episode:
         return self._added(asking.result())
 
     def _added(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-        """Return what a request adds to the conversation so far, which must be its beginning."""
+        """Return the messages that a request adds to the conversation so far, which must be its beginning."""
         before = len(self._conversation)
         added = messages[before:]
         if messages[:before] != self._conversation or not added:
@@ -231,13 +231,13 @@ def _signals_kept() -> Iterator[None]:
 
 
 def _rubrics(rubric: Any) -> list[Any]:
-    """Return a rubric, or those of a group, which may hold groups."""
+    """Return a rubric, or all rubrics of a group, which may hold groups."""
     inner = getattr(rubric, "rubrics", None)
     return [rubric] if inner is None else [leaf for each in inner for leaf in _rubrics(each)]
 
 
 def _noted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a reward function that also notes what it raises."""
+    """Return a reward function that also notes its exceptions."""
 
     @functools.wraps(function)
     async def noted(*arguments: Any, **keywords: Any) -> Any:

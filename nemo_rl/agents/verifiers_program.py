@@ -31,7 +31,7 @@ _PLACE = "env.agent.kwargs"
 
 
 class VerifiersProgram:
-    """A program for `env.agent.program` that plays tasks of a verifiers environment; rows are those of `episodes`.
+    """A program for `env.agent.program` that plays tasks of a verifiers environment, with the rows of `episodes`.
 
     Args:
         env: the package's block `[env]`: `taskset` with its `id`, one section for each agent, `id` and limits.
@@ -81,7 +81,7 @@ class VerifiersProgram:
 
 
 class _Environment:
-    """An environment and its tasks; `place` names the key with its block in errors."""
+    """An environment and its tasks, where `place` names the key with its block in errors."""
 
     def __init__(self, package: Any, env: Mapping[str, Any], select: Mapping[str, Any] | None, key: str) -> None:
         self._package, self._place = package, f"{_PLACE}.{key}"
@@ -107,7 +107,7 @@ class _Environment:
             return await environment.run_slot(*environment.slots(task), context)
 
     async def shutdown(self) -> None:
-        """Stop all servers, also those with episodes."""
+        """Stop all servers, also servers with episodes."""
         await asyncio.gather(*(server.stop() for server in self._servers))
 
     @contextlib.asynccontextmanager
@@ -152,7 +152,7 @@ class _EnvironmentServer:
         return self._num_open == 0 and self.is_used_up
 
     async def ready(self) -> None:
-        """Wait until it serves; raise what keeps it from serving."""
+        """Wait until the process serves, and raise the error that keeps it from serving."""
         starting = asyncio.create_task(self._is_ready.wait())
         try:
             await asyncio.wait({starting, self._running}, return_when=asyncio.FIRST_COMPLETED)
@@ -187,7 +187,7 @@ def _package() -> Any:
 
 @contextlib.contextmanager
 def _key_variable(key: str) -> Iterator[str]:
-    """Put a key into an environment variable, from which alone the package takes it; return the variable's name."""
+    """Put a key into the environment variable from which the package reads it, and return the variable's name."""
     name = _KEY_VARIABLE.format(uuid.uuid4().hex)
     os.environ[name] = key
     try:

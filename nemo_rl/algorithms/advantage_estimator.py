@@ -1,4 +1,4 @@
-"""Re-exports of the advantage estimators; see `credit.advantages`, and `credit.token_credit` for those of PPO."""
+"""Re-exports of the advantage estimators in `credit.advantages` and, for PPO, `credit.token_credit`."""
 
 from nemo_rl.algorithms.credit.advantages import (
     GDPOAdvantageEstimator,

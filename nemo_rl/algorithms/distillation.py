@@ -41,7 +41,7 @@ _NUM_SHOWN = 3
 
 @dataclass(frozen=True)
 class TeacherScores:
-    """The stage that adds the teacher's top-k logits; a `runtime.run.Stage`."""
+    """Adds the teacher's top-k logits to a batch, as a `runtime.run.Stage`."""
 
     teacher: ScoringModel
     """The model that scores."""
@@ -124,7 +124,7 @@ def compare_vocabularies(student: TokenizerType, teacher: TokenizerType, student
 
 
 def _difference(student: Mapping[str, int], teacher: Mapping[str, int]) -> str | None:
-    """Describe how two vocabularies differ; None if they do not."""
+    """Describe how two vocabularies differ, or return None if they do not."""
     if student == teacher:
         return None
     tokens = sorted({*student, *teacher}, key=lambda token: (student.get(token, -1), teacher.get(token, -1)))
@@ -141,7 +141,7 @@ def _id(vocabulary: Mapping[str, int], token: str) -> str:
 
 
 def _vocab_size(model: PolicyConfig, section: str) -> int:
-    """Return the rows of the model's output head; may exceed the number of tokens."""
+    """Return the rows of the model's output head, which may exceed the number of tokens."""
     config = load_model_config(model.model_name, model.hf_config_overrides, section=section)
     return int(config.get_text_config().vocab_size)
 
@@ -161,7 +161,7 @@ def setup(
     loss_fn: AnyLossFunction | None = None,
     started_at: float = 0.0,
 ) -> Run:
-    """Build a distillation run and start its workers; arguments and errors as in `grpo.setup`."""
+    """Build a distillation run and start its workers, with the arguments and errors of `grpo.setup`."""
     user_parts = UserParts(tokenizer, train_dataset, val_dataset, environments or {}, loss_fn)
     config = user_parts.checked(master_config, DistillationMasterConfig)
     return start_run(config, recipe(config, user_parts), started_at)

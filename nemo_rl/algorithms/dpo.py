@@ -30,7 +30,7 @@ MasterConfig = DPOMasterConfig
 
 @dataclass(frozen=True)
 class ReferenceLogprobs:
-    """The stage that adds `reference_policy_logprobs [2P, T]`; a `runtime.run.Stage`."""
+    """Adds `reference_policy_logprobs [2P, T]` to a batch, as a `runtime.run.Stage`."""
 
     policy: PolicyInterface
     """The trained policy, which keeps its initial weights."""

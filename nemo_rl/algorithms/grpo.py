@@ -91,7 +91,7 @@ def setup(
     loss_fn: LossFunction | None = None,
     started_at: float = 0.0,
 ) -> Run:
-    """Build a GRPO run and start its workers; arguments that are left out follow the configuration.
+    """Build a GRPO run and start its workers, with omitted arguments taken from the configuration.
 
     Args:
         master_config: the configuration: an object, or the dict that a file would hold, which is checked like a file.
@@ -213,7 +213,7 @@ class CreditAssignment:
         }
 
     def _extras(self, trajectories: Sequence[Trajectory]) -> AdvantageExtras:
-        """Return what the estimator gets of samples besides rewards and tokens."""
+        """Return the estimator's further inputs from samples, besides rewards and tokens."""
         return {
             "group_ids": torch.tensor([t.group_index for t in trajectories]),
             "valid_mask": torch.tensor([float(t.reward is not None) for t in trajectories]),
@@ -231,7 +231,7 @@ class CreditAssignment:
             set_malformed_thinking(advantages, mask_BT, trajectories, config.malformed_thinking_advantage)
 
     def _components(self, trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
-        """Return the penalised, scaled reward components by name, each `[B]`; shaping is of the total reward only."""
+        """Return penalised, scaled reward components by name, each `[B]`, without shaping (of total rewards only)."""
         names = sorted({name for t in trajectories for name in t.reward_components})
         rewards = {
             name: torch.tensor([t.after_penalties(t.reward_components.get(name, 0.0)) for t in trajectories])

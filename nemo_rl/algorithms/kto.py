@@ -49,7 +49,7 @@ def recipe(config: DPOMasterConfig, tokenizer: PreTrainedTokenizerBase, user_par
 
 @dataclass(frozen=True)
 class KTOPreparation:
-    """The stage that adds to a batch of B rows what `KTOLossFn` needs; a `runtime.run.Stage`.
+    """Adds to a batch of B rows what `KTOLossFn` needs, as a `runtime.run.Stage`.
 
     z0 = max(0, mean over rows of log pi(y'|x) - log pi_reference(y'|x)), arXiv 2402.01306, section 4.1, where y' is
     the answer of another row of the batch.
@@ -124,7 +124,7 @@ def mismatched_rows(batch: Batch, max_length: int) -> Batch:
 
 
 def rotation(keys: Sequence[Hashable]) -> int:
-    """Return the smallest shift that moves a different key to as many places as possible; 0 for fewer than two keys.
+    """Return the smallest shift that moves a different key to as many places as possible, or 0 for fewer than two keys.
 
     Example:
         >>> rotation(["a", "a", "b", "b"])

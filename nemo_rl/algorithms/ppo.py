@@ -72,7 +72,7 @@ class Critic(Trainer, Protocol):
 
 @dataclass(frozen=True)
 class ValueInference:
-    """The stage that adds the critic's values; a `runtime.run.Stage`."""
+    """Adds the critic's values to a batch, as a `runtime.run.Stage`."""
 
     critic: Critic
     """The model that predicts rewards."""
@@ -105,7 +105,7 @@ class ValueInference:
 
 @dataclass(frozen=True)
 class CriticUpdate:
-    """The stage that trains the critic on the returns; a `runtime.run.Stage`."""
+    """Trains the critic on the returns, as a `runtime.run.Stage`."""
 
     critic: Critic
     """The model that is trained."""
@@ -140,7 +140,7 @@ class CriticUpdate:
 
 @dataclass(frozen=True)
 class PolicyEpochs:
-    """Trains the policy in several passes over the samples of a step; a `runtime.run.Trainer`."""
+    """Trains the policy in several passes over the samples of a step, as a `runtime.run.Trainer`."""
 
     policy: Trainer
     """The model that is trained."""
@@ -156,7 +156,7 @@ class PolicyEpochs:
     def train(
         self, data: BatchedDataDict[Any], loss_fn: AnyLossFunction, *, gbs: int | Sequence[int] | None = None
     ) -> TrainResult:
-        """Make all updates of a step, or none in the first steps; see `runtime.run.Trainer`.
+        """Make all updates of a step, or none in the first steps (see `runtime.run.Trainer`).
 
         The ranks do not receive values and returns. Counts of samples and tokens in the metrics are those of one epoch.
         """
@@ -234,7 +234,7 @@ def setup(
     loss_fn: LossFunction | None = None,
     started_at: float = 0.0,
 ) -> Run:
-    """Build a PPO run and start its workers; arguments and errors as in `grpo.setup`. `loss_fn` is the policy's."""
+    """Build a PPO run and start its workers, with `loss_fn` for the policy and else as in `grpo.setup`."""
     user_parts = UserParts(tokenizer, dataset, val_dataset, environments or {}, loss_fn)
     config = user_parts.checked(master_config, PPOMasterConfig)
     return start_run(config, recipe(config, user_parts), started_at)

@@ -58,7 +58,7 @@ class Scorer(Protocol):
     """A reward model."""
 
     def score(self, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> BatchedDataDict[Any]:
-        """Compute `scores [B]` in passes of `micro_batch_size` rows; None: as configured."""
+        """Compute `scores [B]` in passes of `micro_batch_size` rows, or of the configured size for None."""
 
 
 @dataclass(frozen=True)

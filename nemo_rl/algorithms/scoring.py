@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PolicyScoring:
-    """The stage that adds log-probabilities; a `runtime.run.Stage`.
+    """Adds log-probabilities to a batch, as a `runtime.run.Stage`.
 
     `forward_passes` decides once which of the two forward passes a run needs. With one optimizer update per batch the
     update's own forward pass sees the same weights as a separate one would, so `prev_logprobs` are left out and the
@@ -85,7 +85,7 @@ def corrects_staleness(config: PolicyGradientMasterConfig) -> bool:
 def policy_scoring(
     config: PolicyGradientMasterConfig, policy: ScoringModel, needs_prev: bool, needs_reference: bool
 ) -> PolicyScoring:
-    """Build the stage of a run, and log what it cannot measure; see `PolicyScoring`."""
+    """Build the stage of a run, and log what it cannot measure (see `PolicyScoring`)."""
     corrects = corrects_staleness(config)
     if config.algorithm.overlap.mode == "ahead" and not corrects:
         logger.info(
@@ -97,7 +97,7 @@ def policy_scoring(
 
 
 def forward_passes(config: PolicyGradientMasterConfig, loss_fn: LossFunction, *, for_credit: bool) -> tuple[bool, bool]:
-    """Return whether a run needs `prev_logprobs` and reference log-probabilities; see `PolicyScoring`.
+    """Return whether a run needs `prev_logprobs` and reference log-probabilities (see `PolicyScoring`).
 
     This holds for batches of the policy's current weights; `PolicyScoring` adds `prev_logprobs` to batches with stale
     tokens. A loss of another kind than the configured one always gets `prev_logprobs`, and reference log-probabilities

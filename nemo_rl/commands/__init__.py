@@ -1,1 +1,1 @@
-"""Commands of `python -m nemo_rl`, and tools that a run itself does not need; nothing imports this package."""
+"""Commands of `python -m nemo_rl` and tools that a run itself does not need, which no other package imports."""

@@ -56,7 +56,7 @@ class Description:
 
 
 def dry_run(config: RunConfig) -> int:
-    """Print the description of a run, and what a run on this machine would find.
+    """Print the description of a run, and the findings of a run on this machine.
 
     Args:
         config: a configuration as `load_config` returns it.
@@ -74,7 +74,7 @@ def dry_run(config: RunConfig) -> int:
 
 
 def describe(config: RunConfig) -> Description:
-    """Return what `dry_run` prints, and the numbers in it; arguments and errors as there."""
+    """Return the text that `dry_run` prints and the numbers in it, with the same arguments and errors."""
     local = with_local_configs(config)
     checks = [_line(check.name, check.look(Request(local)).found) for check in CHECKS if _is_made(check, local)]
     device = device_bytes(config.cluster)
@@ -100,7 +100,7 @@ def _is_made(check: RunCheck, config: RunConfig, of_machine: bool = False) -> bo
 
 
 def machine_lines(config: RunConfig) -> Iterator[str]:
-    """Yield what each check of this machine finds; after a failure those that need the failed one are left out."""
+    """Yield the findings of each check of this machine, without checks that need a failed one."""
     failed: set[str] = set()
     for check in CHECKS:
         if not _is_made(check, config, of_machine=True) or failed & set(check.needs):
@@ -205,7 +205,7 @@ def _microbatches(policy: PolicyConfig, rows: int, rows_each: int) -> tuple[int,
 
 
 def memory_lines(policy: PolicyConfig, forecast: MemoryForecast) -> Iterator[str]:
-    """Yield a table for each group of devices, and what the engines' caches hold."""
+    """Yield a table for each group of devices, and the sizes of the engines' caches."""
     for group, plan in forecast.groups.items():
         yield plan.table(f"  {group}")
     if forecast.cache_tokens is not None and policy.generation is not None:

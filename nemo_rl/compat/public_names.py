@@ -1,4 +1,4 @@
-"""Keep the import paths of NeMo RL: names and modules that are elsewhere here, and those that are not built yet.
+"""Keep the import paths of NeMo RL for names and modules that are elsewhere here or not built yet.
 
 A name is imported from its module when it is first used, so a public path may lead to any layer and costs nothing until
 then. `MOVED` names modules that have another path here; both paths lead to the same module. Invariant: a public name of
@@ -193,7 +193,7 @@ def _way(feature: str) -> str:
 
 
 def install_finders() -> None:
-    """Find modules of `MOVED`, and explain failed imports of `NOT_BUILT` and `ELSEWHERE`; once per process."""
+    """Find modules of `MOVED`, and explain failed imports of `NOT_BUILT` and `ELSEWHERE`, once per process."""
     if not any(isinstance(finder, _NotBuiltFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _MovedFinder())
         sys.meta_path.append(_NotBuiltFinder())

@@ -156,7 +156,7 @@ def preference_collate_fn(
 
 
 def _with_faults(batch: BatchedDataDict[Any], data: Sequence[Mapping[str, Any]]) -> BatchedDataDict[Any]:
-    """Add `fault` (list, None for usable rows) if a datum has one; the loader reports and removes it."""
+    """Add `fault` (list, None for usable rows), which the loader reports and removes, if a datum has one."""
     if any("fault" in datum for datum in data):
         batch["fault"] = [datum.get("fault") for datum in data]
     return batch

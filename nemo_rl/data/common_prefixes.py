@@ -54,7 +54,7 @@ class Path(NamedTuple):
 
 @dataclass(frozen=True)
 class Prefixes:
-    """The tree of rows; see the module docstring."""
+    """The tree of rows, as the module docstring describes."""
 
     rows: list[int]
     """Indices of the rows, in an order in which rows with a common beginning follow each other."""
@@ -63,7 +63,7 @@ class Prefixes:
 
     @classmethod
     def of(cls, tokens: Sequence[NDArray[np.integer]]) -> "Prefixes":
-        """Find the tree of rows of tokens, which have one dtype; nodes that cost more than they save are left out."""
+        """Find the tree of rows of tokens of one dtype, without nodes that cost more than they save."""
         keys = [row.tobytes() for row in tokens]
         rows = sorted(range(len(tokens)), key=keys.__getitem__)
         shared = [0, *(max(_num_equal(tokens[a], tokens[b]) - 1, 0) for a, b in pairwise(rows))]
@@ -71,7 +71,7 @@ class Prefixes:
 
     @classmethod
     def of_groups(cls, tokens: Sequence[NDArray[np.integer]], groups: Sequence[int]) -> "Prefixes":
-        """Find the tree of rows of which only those of one group share tokens; group -1 comes first."""
+        """Find the tree of rows, which share tokens only within one group, with group -1 first."""
         members: dict[int, list[int]] = {-1: []}
         for row, group in enumerate(groups):
             members.setdefault(group, []).append(row)
@@ -117,7 +117,7 @@ class Prefixes:
         return Prefixes(self.rows[start:stop], [0, *self.shared[start + 1 : stop]])
 
     def tokens(self, lengths: Sequence[int]) -> int:
-        """Return the number of tokens that are laid out for the rows; `lengths` are those of all rows of the batch."""
+        """Return the number of tokens that are laid out for the rows, from the `lengths` of all rows of the batch."""
         return sum(lengths[row] for row in self.rows) - sum(self.shared)
 
     def keys(self, lengths: Sequence[int]) -> int:
@@ -126,12 +126,12 @@ class Prefixes:
 
     @property
     def nodes(self) -> list[Node]:
-        """The nodes; the root is the first."""
+        """The nodes, starting with the root."""
         return self._tree[0]
 
     @property
     def node_of_place(self) -> list[int]:
-        """The index of the deepest node of the row at each place; 0, the root, if it shares nothing."""
+        """The index of the deepest node of the row at each place, which is 0 (the root) if it shares nothing."""
         nodes, between = self._tree
         after = [*between[1:], 0]
         return [max(pair, key=lambda node: nodes[node].depth) for pair in zip(between, after, strict=True)]
@@ -167,7 +167,7 @@ class Prefixes:
         return [found[row] for row in sorted(found)]
 
     def _worthwhile(self) -> "Prefixes":
-        """Return the tree without the nodes that cost more than they save; their tokens go to each row below them."""
+        """Return the tree with the tokens of each node that costs more than it saves moved to the rows below."""
         nodes, between = self._tree
         kept = [0] * len(nodes)
         for number in sorted(range(1, len(nodes)), key=lambda node: nodes[node].depth):

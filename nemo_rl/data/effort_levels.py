@@ -1,4 +1,4 @@
-"""Give each prompt a level of effort: draw it, and render the prompt again with what the level says.
+"""Give each prompt a level of effort: draw the level, and render the prompt again with its texts.
 
 Any environment and any processor whose data has `DatumSpec.chat` will do. Invariant: the level of a prompt depends on
 (run seed, phase, row) only, so all answers to it, any process, a resumed run and `nemo_rl regrade` have the same.
@@ -44,7 +44,7 @@ def drawn_level(levels: Mapping[str, EffortLevelConfig], run_seed: int, phase: s
 
 
 class EffortRows:
-    """Prompts, each with its level of effort; a part of a `MixedDataset`.
+    """Prompts, each with its level of effort, as a part of a `MixedDataset`.
 
     Args:
         rows: the prompts without levels.
@@ -97,7 +97,7 @@ class EffortRows:
         return self._rows.place(idx)
 
     def source(self, idx: int) -> Any:
-        """Return a row before its processor; None for a data set that a program passes as an object."""
+        """Return a row before its processor, or None for a data set that a program passes as an object."""
         source = getattr(self._rows, "source", None)
         return None if source is None else source(idx)
 
@@ -122,7 +122,7 @@ class EffortRows:
 
 
 def leveled(chat: Chat, level: EffortLevelConfig) -> Chat:
-    """Return a chat with the system prompt and the template's variables of a level; the given one stays as it is."""
+    """Return a copy of a chat with the system prompt and the template's variables of a level."""
     messages: list[Message] = list(chat["messages"])
     if level.system_prompt is not None:
         is_first = bool(messages) and messages[0]["role"] == "system"
@@ -140,7 +140,7 @@ def with_effort_levels(
     tokenizer: TokenizerType,
     config: DataConfig,
 ) -> RunData:
-    """Give the prompts of a run their levels; without levels return the same data.
+    """Give the prompts of a run their levels, or return the same data if there are no levels.
 
     Args:
         data: the prompts.

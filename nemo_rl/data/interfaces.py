@@ -157,7 +157,7 @@ class TaskDataSpec:
                 setattr(self, attribute.name, getattr(from_spec, attribute.name))
 
     def format_problem(self, problem: str) -> str:
-        """Put `problem` into the prompt template; without a template return it unchanged.
+        """Put `problem` into the prompt template, or return it unchanged without a template.
 
         Raises:
             DataError: The template has no `{}`, or holds single braces that are not `{}`.
@@ -191,7 +191,7 @@ class TaskDataProcessFnCallable(Protocol):
         max_seq_length: int | None,
         idx: int,
     ) -> DatumSpec:
-        """Return the datum; see `nemo_rl.data.processors` for the ones provided."""
+        """Return the datum, as the processors in `nemo_rl.data.processors` do."""
         ...
 
 

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class EpochSampler(Sampler[int]):
-    """Row indices of one epoch, from a position to an end; `begin` sets them.
+    """Row indices of one epoch, from a position to an end, which `begin` sets.
 
     Args:
         num_rows: Rows of the data set.
@@ -127,7 +127,7 @@ class PromptLoader(StatefulDataLoader):
 
     @property
     def num_rows(self) -> int:
-        """Rows of an epoch, those that do not fill its last batch included."""
+        """Rows of an epoch, including rows that do not fill its last batch."""
         return self._order.num_rows
 
     @property
@@ -137,7 +137,7 @@ class PromptLoader(StatefulDataLoader):
         return self._order.order(self.epoch)[end - self._size : end]
 
     def take(self, num_rows: int) -> list[int]:
-        """Draw the next rows without preparing them; the next `iter()` continues after them.
+        """Draw the next rows without preparing them, so that the next `iter()` continues after them.
 
         Args:
             num_rows: Largest number of rows.
@@ -153,7 +153,7 @@ class PromptLoader(StatefulDataLoader):
         return rows
 
     def prepare(self, rows: Sequence[int], counted: Collection[int] = ()) -> Any:
-        """Make a batch of rows that were drawn by `take`, in this process; the position stays where it is.
+        """Make a batch of rows that were drawn by `take`, in this process and without moving the position.
 
         Args:
             rows: Of the data set.
@@ -189,7 +189,7 @@ class PromptLoader(StatefulDataLoader):
             self._move(changed)
 
     def check_position(self, state_dict: dict[str, Any]) -> list[str]:
-        """Return what has changed since a position was saved; errors as in `load_state_dict`."""
+        """Return the changes since a position was saved, and raise the errors of `load_state_dict`."""
         if "data_sets" in state_dict:
             raise DataError(
                 "the checkpoint's position is in data sets that are drawn by weights; this run shuffles them together. "

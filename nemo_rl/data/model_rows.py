@@ -154,7 +154,7 @@ def row_inputs_of(data: Sequence[Mapping[str, Any]], key: str = ROW_INPUTS) -> d
 
 
 def completed(column: Sequence[RowInputs | None]) -> list[RowInputs]:
-    """Give every row the inputs that any row has; a row that lacks one gets it without items.
+    """Give every row the inputs that any row has, without items for a row that lacked the input.
 
     So all microbatches on all ranks call the model with the same arguments.
 

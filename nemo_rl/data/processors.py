@@ -72,7 +72,7 @@ def math_data_processor(
     max_seq_length: int | None,
     idx: int,
 ) -> DatumSpec:
-    """Make a prompt from a row's `problem`; `ground_truth` is its `expected_answer`."""
+    """Make a prompt from a row's `problem`, and its `ground_truth` from `expected_answer`."""
     problem, answer = _take(datum_dict, "math_data_processor", "problem", "expected_answer")
     how = _Rendering(task_data_spec, tokenizer, max_seq_length, idx)
     return _prompt_datum([{"role": "user", "content": str(problem)}], {"ground_truth": str(answer)}, datum_dict, how)
@@ -129,7 +129,7 @@ def multichoice_qa_processor(
     max_seq_length: int | None,
     idx: int,
 ) -> DatumSpec:
-    """Make a prompt from `question` and `options` (a list, or a dict by letter); answer in `answer`.
+    """Make a prompt from `question`, `options` (a list, or a dict by letter) and `answer`.
 
     The text of the prompt file comes first (it has no placeholder), then the question and the
     lettered options. `ground_truth` is the letter; an integer answer is an index.
@@ -180,7 +180,7 @@ def register_processor(processor_name: str, processor_function: TaskDataProcessF
 
 
 def get_processor(processor_name: str | None) -> TaskDataProcessFnCallable:
-    """Return the processor of this name; None means "default".
+    """Return the processor of this name, or "default" for None.
 
     Raises:
         DataError: There is no such processor.
@@ -205,7 +205,7 @@ _COLUMNS: dict[TaskDataProcessFnCallable, tuple[str, ...]] = {
 
 
 def columns_of(processor: Callable[..., Any]) -> frozenset[str] | None:
-    """Return the columns that a processor reads besides those of its data set; None for a user's processor."""
+    """Return the columns that a processor reads besides those of its data set, or None for a user's processor."""
     made = processor.func if isinstance(processor, partial) else processor
     own = _COLUMNS.get(made)
     return None if own is None else frozenset((*own, "messages", "tools", "task_name"))
@@ -242,7 +242,7 @@ _NO_MESSAGE_YET: Message = {"role": "user", "content": ""}
 def opening_entry(
     chat: Chat, tokenizer: TokenizerType, longest: int | None = None, rules: TextRules | None = None
 ) -> Message:
-    """Return the single entry of a prompt whose first message may still be missing; arguments as `prompt_entry`."""
+    """Return the single entry of a prompt (arguments of `prompt_entry`) whose first message may still be missing."""
     shown: Chat = chat if chat["messages"] else {**chat, "messages": [_NO_MESSAGE_YET]}
     return prompt_entry(shown, tokenizer, longest, rules)
 
@@ -277,7 +277,7 @@ def _take(datum_dict: dict[str, Any], processor: str, *keys: str) -> list[Any]:
 
 
 def _literal(spec: TaskDataSpec) -> str:
-    """Return the text of a prompt file without placeholder; doubled braces become single ones."""
+    """Return the text of a prompt file without placeholder, with doubled braces as single ones."""
     assert spec.prompt is not None
     try:
         return spec.prompt.format()

@@ -66,7 +66,7 @@ def note_experts(log: Sequence[dict[str, Any]], experts: Experts | None) -> None
 
 
 def joined_experts(messages: Sequence[dict[str, Any]]) -> Experts | None:
-    """Return the experts of messages end to end, `[N, L, k]`; None if no message has any."""
+    """Return the experts of messages end to end, `[N, L, k]`, or None if no message has any."""
     first: Tensor | None = next((m[ROUTED_EXPERTS] for m in messages if ROUTED_EXPERTS in m), None)
     if first is None:
         return None
@@ -83,7 +83,7 @@ def _of_message(message: dict[str, Any], like: Tensor) -> Tensor:
 
 
 def padded_experts(rows: Iterable[Experts | None], width: int) -> Tensor | None:
-    """Return the experts of rows as a tensor `[B, T, L, k]`, `NOT_REPORTED` on padding; None if no row has any.
+    """Return the experts of rows as `[B, T, L, k]`, with `NOT_REPORTED` on padding, or None if no row has any.
 
     Args:
         rows: experts of each row, `[n, L, k]`; None: a row without any.

@@ -145,7 +145,7 @@ def _require_messages(tokenizer: TokenizerType, section: str) -> None:
 
 
 def _text_of_any_question(tokenizer: TokenizerType) -> str | None:
-    """Render short chats of all kinds; return the beginning of the text if two questions make the same one."""
+    """Render short chats of all kinds, and return the beginning of the text if two questions make the same one."""
     questions = [[{"role": "user", "content": question}] for question in ("QUESTION", "ANOTHER")]
     texts = [_rendered(tokenizer, chat, False) for chat in questions]
     for chat in (questions[0], *_MORE_CHATS):
@@ -157,7 +157,7 @@ def _text_of_any_question(tokenizer: TokenizerType) -> str | None:
 def _rendered(
     tokenizer: TokenizerType, chat: list[dict[str, Any]], opens_answer: bool, tools: list[Any] | None = None
 ) -> str | None:
-    """Render a chat; return None if the template refuses it."""
+    """Render a chat, or return None if the template refuses it."""
     try:
         return str(tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, add_generation_prompt=opens_answer))
     except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError):

@@ -1,4 +1,4 @@
-"""Loads data sets with the functions that programs for NeMo RL call; each wraps a function of this library."""
+"""Loads data sets with the functions that programs for NeMo RL call, each around a function of this library."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +20,7 @@ def setup_response_data(
     env_configs: Mapping[str, Any] | None = None,
     is_vlm: bool = False,
 ) -> Data | DataAndEnvironments:
-    """Load, check and combine all data sets of prompts; see `data.datasets.setup.setup_response_data`.
+    """Load, check and combine all data sets of prompts (see `data.datasets.setup.setup_response_data`).
 
     Args:
         tokenizer: Renders and tokenises prompts.
@@ -50,7 +50,7 @@ def setup_response_data(
 def setup_preference_data(
     tokenizer: TokenizerType, data_config: SupervisedDataConfig | Mapping[str, Any]
 ) -> tuple[MixedDataset, dict[str, MixedDataset]]:
-    """Load, check and combine all data sets of pairs; see `data.datasets.setup.setup_preference_data`.
+    """Load, check and combine all data sets of pairs (see `data.datasets.setup.setup_preference_data`).
 
     Returns:
         Training rows, and validation rows by the name of their entry; without a name they are "default".
@@ -61,7 +61,7 @@ def setup_preference_data(
 
 
 def environment_sections(env_configs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sections of environments; those with a schema are checked and filled in.
+    """Return the sections of environments, checked and filled in if they have a schema.
 
     Raises:
         ConfigError: A key is unknown or wrong.

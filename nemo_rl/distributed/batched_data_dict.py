@@ -57,7 +57,7 @@ class BatchedDataDict[DictT: Mapping[str, Any]](UserDict):
 
     @property
     def size(self) -> int:
-        """Number of samples `B`, read from the first value; 0 when there is none."""
+        """Number of samples `B`, read from the first value, or 0 if there is none."""
         return len(next(iter(self.data.values()))) if self.data else 0
 
     def check_rows(self) -> int:
@@ -75,11 +75,11 @@ class BatchedDataDict[DictT: Mapping[str, Any]](UserDict):
         return self.size
 
     def slice(self, start: int, end: int) -> "SlicedDataDict":
-        """Return rows `start` to `end` (exclusive), as in `list[start:end]`; tensors are views."""
+        """Return rows `start` to `end` (exclusive), as in `list[start:end]`, with tensors as views."""
         return self._each_as(SlicedDataDict, lambda value: value[start:end])
 
     def select_indices(self, indices: Sequence[int] | torch.Tensor) -> Self:
-        """Return a new batch with the rows in the order of `indices` (repeats allowed); tensors are copied.
+        """Return a new batch with the rows in the order of `indices` (repeats allowed) and with copied tensors.
 
         Raises:
             DataError: an index is outside of the batch.
@@ -116,7 +116,7 @@ class BatchedDataDict[DictT: Mapping[str, Any]](UserDict):
         self.data = self.select_indices(inverse).data
 
     def repeat_interleave(self, num_repeats: int) -> Self:
-        """Repeat each row `num_repeats` times, copies adjacent; list items are deep copies."""
+        """Repeat each row `num_repeats` times, with adjacent copies and deep copies of list items."""
 
         def repeat(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
@@ -228,7 +228,7 @@ class BatchedDataDict[DictT: Mapping[str, Any]](UserDict):
         )
 
     def all_gather(self, group: dist.ProcessGroup) -> Self:
-        """Join the batches of all ranks of `group`, in rank order; every rank must call it."""
+        """Join the batches of all ranks of `group`, in rank order, in a call that every rank must make."""
         parts: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(parts, self, group=group)
         return type(self).from_batches(parts)
@@ -250,7 +250,7 @@ class BatchedDataDict[DictT: Mapping[str, Any]](UserDict):
 
 
 class SlicedDataDict[DictT: Mapping[str, Any]](BatchedDataDict[DictT]):
-    """Some rows of a `BatchedDataDict`; its tensors may be views of the whole."""
+    """Some rows of a `BatchedDataDict`, whose tensors may be views of the whole."""
 
 
 def _rebuild[BatchT: BatchedDataDict](kind: type[BatchT], data: dict[Any, Any]) -> BatchT:

@@ -82,7 +82,7 @@ class NamedSharding:
 
     @cached_property
     def _positions(self) -> dict[int, int]:
-        """Position of each worker in the flattened layout: every call of a group asks for those of all workers."""
+        """Position of each worker in the flattened layout, as every call of a group needs it for all workers."""
         return {int(worker): position for position, worker in enumerate(self._layout.ravel())}
 
     def get_worker_coords(self, worker_id: int) -> dict[str, int]:
@@ -99,11 +99,11 @@ class NamedSharding:
 
     @staticmethod
     def is_axis_zero(coords: Mapping[str, int], axes: Sequence[str]) -> bool:
-        """Return whether the coordinates are 0 on each of `axes`; an absent axis counts as 0."""
+        """Return whether the coordinates are 0 on each of `axes`, where an absent axis counts as 0."""
         return all(coords.get(axis, 0) == 0 for axis in axes)
 
     def get_ranks_by_coord(self, **coords: int) -> list[int]:
-        """Return the sorted ids of the workers at the given positions; axes not named are free.
+        """Return the sorted ids of the workers at the given positions, for any position on axes that are not named.
 
         Raises:
             ValueError: unknown axis or position outside of it.

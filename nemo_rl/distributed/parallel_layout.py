@@ -19,7 +19,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Sizes of the parallel axes; their product is the number of ranks."""
+    """Sizes of the parallel axes, whose product is the number of ranks."""
 
     pp: int = 1
     """Pipeline stages into which the layers are divided; the last one computes loss and scores."""
@@ -71,7 +71,7 @@ class ParallelLayout:
         )
 
     def data_parallel_rank(self, rank: int) -> int:
-        """Return the data-parallel rank of a rank; ranks that differ only on other axes get the same rows."""
+        """Return the data-parallel rank of a rank, so that ranks that differ only on other axes get the same rows."""
         return self.sharding.get_worker_coords(rank)["data_parallel"]
 
     def random_path(self, rank: int) -> tuple[int, ...]:

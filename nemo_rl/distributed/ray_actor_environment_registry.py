@@ -40,7 +40,7 @@ _rebuilt: set[str] = set()
 
 
 def get_actor_python_env(actor_class_fqn: str) -> str:
-    """Return the entry of a class; the driver's interpreter for a class without one."""
+    """Return the entry of a class, or the driver's interpreter for a class without one."""
     if USE_SYSTEM_EXECUTABLE:
         return PY_EXECUTABLES.SYSTEM
     return ACTOR_ENVIRONMENT_REGISTRY.get(actor_class_fqn, PY_EXECUTABLES.SYSTEM)
@@ -49,7 +49,7 @@ def get_actor_python_env(actor_class_fqn: str) -> str:
 def make_actor_runtime_env(
     actor_class_fqn: str, venv: VenvConfig | None = None, name: str = "", timeout_s: float = 1800.0
 ) -> dict[str, Any]:
-    """Return Ray's `runtime_env` for actors of a class; wait until their environment exists on every node.
+    """Return Ray's `runtime_env` for actors of a class, after their environment exists on every node.
 
     Args:
         actor_class_fqn: dotted path of the class.
@@ -122,7 +122,7 @@ def _answer(ref: Any, timeout_s: float) -> tuple[str, str]:
 
 
 def _agreed(name: str, answers: list[tuple[str, str, str]]) -> str:
-    """Return the interpreter path that all nodes share; each answer holds a node's address, path and error."""
+    """Return the interpreter path that all nodes share, from answers with a node's address, path and error."""
     failed = [f"node {address}: {reason}" for address, _, reason in answers if reason]
     if failed:
         raise VenvError(

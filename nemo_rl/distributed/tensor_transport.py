@@ -36,7 +36,7 @@ _NATIVE_DTYPES = frozenset(
 
 
 class PackedTensor:
-    """A tensor prepared for pickle; unpickling it yields a `torch.Tensor`.
+    """A tensor prepared for pickle, which becomes a `torch.Tensor` again when it is unpickled.
 
     Args:
         tensor: any dense tensor; a copy is made only when it is not contiguous or not on the CPU.

@@ -78,7 +78,7 @@ def init_ray(
     log_to_driver: bool = False,
     optimizations: Choice = "auto",
 ) -> None:
-    """Connect this process to Ray; do nothing if it is connected already.
+    """Connect this process to Ray, or do nothing if it is connected already.
 
     If RAY_ADDRESS is set (an address, or `auto` to find the cluster on this machine), join that cluster.
     Otherwise start a local Ray under 127.0.0.1, which ends with this process.
@@ -209,7 +209,7 @@ class RayVirtualCluster:
         return len(self._bundle_counts)
 
     def cpus_per_bundle(self) -> float:
-        """Return the logical CPUs of each bundle; final once places are reserved."""
+        """Return the logical CPUs of each bundle, which are final once places are reserved."""
         return self._cpus_of(living_nodes()) if self._cpus_per_bundle is None else self._cpus_per_bundle
 
     def _cpus_of(self, nodes: Sequence[NodeRoom]) -> float:
@@ -245,7 +245,7 @@ class RayVirtualCluster:
         return _nodes_of(self.get_placement_groups())
 
     def get_available_address_and_port(self, pg_idx: int, bundle_idx: int) -> tuple[str, int]:
-        """Return the address of a bundle's node and a port that is free there now; another process may take it later.
+        """Return the address of a bundle's node and a port that is free there now, and that others may take later.
 
         A `RayWorkerGroup` does not use this: its rank 0 holds the port of the group's store (`rendezvous`).
 
@@ -261,11 +261,11 @@ class RayVirtualCluster:
         return ray.get(probe.options(scheduling_strategy=where).remote(*self.port_range), timeout=60.0)
 
     def get_master_address_and_port(self) -> tuple[str, int]:
-        """Return the address of rank 0's node and a port that is free there now; a new port each time."""
+        """Return the address of rank 0's node and a new port at each call that is free there now."""
         return self.get_available_address_and_port(0, 0)
 
     def shutdown(self) -> bool:
-        """Release the reserved places; Ray kills the workers in them.
+        """Release the reserved places, in which Ray then kills the workers.
 
         Returns:
             Whether any places were reserved.

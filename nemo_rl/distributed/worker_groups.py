@@ -137,7 +137,7 @@ class RayWorkerGroup:
 
     @property
     def dp_size(self) -> int:
-        """Size of the data-parallel axis; 1 without one."""
+        """Size of the data-parallel axis, or 1 without one."""
         return self.sharding_annotations.shape.get("data_parallel", 1)
 
     def get_dp_leader_worker_idx(self, dp_shard_idx: int) -> int:
@@ -312,7 +312,7 @@ class RayWorkerGroup:
     def get_worker_result(
         self, ref: ray.ObjectRef, worker_idx: int, timeout_s: float | None = None, phase: str = "call"
     ) -> Any:
-        """Wait for one worker's answer; deadline and errors as in `get_all_worker_results`."""
+        """Wait for one worker's answer, with the deadline and errors of `get_all_worker_results`."""
         return self.get_all_worker_results(MultiWorkerFuture([ref], called_workers=[worker_idx]), timeout_s, phase)[0]
 
     def explain_failure(self, error: RayError, worker_idx: int, phase: str) -> Exception:
@@ -320,7 +320,7 @@ class RayWorkerGroup:
         return explain_failure(error, self._slots[worker_idx], phase)
 
     def activity(self, worker_idxs: Sequence[int]) -> list[tuple[str, float]]:
-        """Return the state and CPU seconds of some workers' processes; see `worker_logs.activity_of`."""
+        """Return the state and CPU seconds of some workers' processes (see `worker_logs.activity_of`)."""
         known = [slot.identity for slot in (self._slots[idx] for idx in worker_idxs) if slot.identity]
         return activity_of(known)
 
@@ -365,11 +365,11 @@ class RayWorkerGroup:
             raise
 
     def end_workers(self, worker_idxs: Sequence[int]) -> None:
-        """Kill workers; until `restart_workers`, calls to them raise RayActorError."""
+        """Kill workers, so that calls to them raise RayActorError until `restart_workers`."""
         kill_workers([self._slots[idx] for idx in worker_idxs])
 
     def find_loss(self, *, silence_is_loss: bool) -> str | None:
-        """Return in one line why `restart_all` is necessary; None if it is not.
+        """Return in one line why `restart_all` is necessary, or None if it is not.
 
         If a worker is lost, all are killed, and their lost nodes do not keep other groups from being restarted.
         Arguments and errors as `workers.lifetime.find_loss`.
@@ -380,7 +380,7 @@ class RayWorkerGroup:
         return self._cause_of_death
 
     def end(self, cause: str) -> None:
-        """Kill all workers; until `restart_all`, calls raise the cause."""
+        """Kill all workers, so that calls raise the cause until `restart_all`."""
         self._cause_of_death = self._cause_of_death or cause
         kill_workers(self._slots)
 
@@ -416,7 +416,7 @@ class RayWorkerGroup:
                 time.sleep(0.1)
 
     def shutdown(self, cleanup_method: str | None = None, timeout: float | None = 30.0, force: bool = False) -> bool:
-        """End all worker processes; may be called repeatedly.
+        """End all worker processes, also in repeated calls.
 
         Args:
             cleanup_method: method that each worker runs first.
@@ -458,7 +458,7 @@ class RayWorkerGroup:
     def _settle(
         self, slots: list[WorkerSlot], indices: Sequence[int], timeout_s: float, began: float = 0.0
     ) -> list[WorkerPhase]:
-        """Wait until processes run and have built their worker objects; return the parts of it, see `await_start`."""
+        """Wait until processes run and have built their worker objects, and return the phases (see `await_start`)."""
         end, size = time.monotonic() + timeout_s, self._ranks_per_unit
         reports = [slots[idx].handle.report_identity.remote() for idx in indices]
         firsts = {idx // size * size for idx in indices} if size > 1 or not self._may_restart else set()

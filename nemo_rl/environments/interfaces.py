@@ -110,7 +110,7 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
     def check_section(  # noqa: B027  (optional hook)
         cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None
     ) -> None:
-        """Refuse a section that the constructor would refuse; start nothing. The driver calls it before Ray starts.
+        """Refuse a section that the constructor would refuse, without starting anything, before the driver starts Ray.
 
         Args:
             section: section of the environment, which fits `config_class`.
@@ -149,7 +149,7 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
         """
 
     def open_episode(self, metadata: MetadataT) -> EpisodeStart[MetadataT]:
-        """Start one sample, before its first response; called once, and again only if the process died.
+        """Start one sample before its first response, once, and again only after a death of the process.
 
         Args:
             metadata: `extra_env_info` of the prompt, with its `tools` if there are any. A dict also has `episode_seed`,
@@ -187,7 +187,7 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
         return batch, {}
 
     def shutdown(self) -> None:  # noqa: B027  (optional hook)
-        """Release the resources of this object; called once before its actor stops."""
+        """Release the resources of this object, in a call that comes once before its actor stops."""
 
 
 @dataclass(frozen=True)

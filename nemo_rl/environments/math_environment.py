@@ -73,7 +73,7 @@ class MathEnvironment(EnvironmentInterface[MathEnvironmentMetadata]):
         metadata: list[MathEnvironmentMetadata],
         return_extracted_answer: bool = False,
     ) -> EnvironmentReturn[MathEnvironmentMetadata]:
-        """Grade B conversations; blocks until each has a result or an error.
+        """Grade B conversations, and block until each has a result or an error.
 
         Args:
             message_log_batch: B conversations; the assistant's messages are joined and graded.
@@ -104,7 +104,7 @@ class MathEnvironment(EnvironmentInterface[MathEnvironmentMetadata]):
     def global_post_process_and_metrics(
         self, batch: "BatchedDataDict[Any]"
     ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
-        """Compute metrics over B rollouts; rewards are not changed.
+        """Compute metrics over B rollouts without changing their rewards.
 
         `reward_shaping.stop_properly_penalty_coef` of the algorithm sets the reward of answers that were cut off.
 
@@ -145,7 +145,7 @@ class MathEnvironment(EnvironmentInterface[MathEnvironmentMetadata]):
         return Grade(verified=verified) if verified else None
 
     def _rewards(self, results: list[VerifierResult | None]) -> Tensor | dict[str, Tensor]:
-        """Stack rewards; a row without a result gets 0, which its error overrides."""
+        """Stack rewards, with 0 for a row without a result, whose error overrides it."""
         if self.reward_names is None:
             return torch.tensor([_component(verified, None) for verified in results])
         return {name: torch.tensor([_component(verified, name) for verified in results]) for name in self.reward_names}
@@ -171,7 +171,7 @@ def _assistant_text(message_log: "LLMMessageLogType") -> str:
 
 
 def _prompt_text(message_log: "LLMMessageLogType") -> str:
-    """Return the text of the message before the first one of the assistant; in rollouts, the rendered chat."""
+    """Return the text of the message before the first one of the assistant, which is the rendered chat in rollouts."""
     before = list(takewhile(lambda message: message["role"] != "assistant", message_log))
     content = before[-1]["content"] if before else ""
     return content if isinstance(content, str) else content_text([part for part in content if part["type"] == "text"])
@@ -196,5 +196,5 @@ def _is_correct(reward: Reward) -> bool:
 
 
 def _mean(values: Tensor) -> float:
-    """Return the mean as a Python float; 0.0 of no values."""
+    """Return the mean as a Python float, or 0.0 if there are no values."""
     return values.mean().item() if len(values) else 0.0

@@ -81,7 +81,7 @@ def register_env(env_name: str, actor_class_fqn: str) -> None:
 
 
 def env_class_path(env_name: str) -> str:
-    """Return the dotted path of an environment's class; a dotted name is its own path.
+    """Return the dotted path of an environment's class, which is the name itself if the name has dots.
 
     Raises:
         ConfigError: The name is neither registered nor dotted; names the nearest.
@@ -135,7 +135,7 @@ def create_env(
     step_timeout_s: float = DEFAULT_STEP_TIMEOUT_S,
     max_restarts: int = 10,
 ) -> Environment:
-    """Start the environment of a name in its own actor; do not wait until it is ready.
+    """Start the environment of a name in its own actor, without waiting until it is ready.
 
     Args:
         env_name: A registered name or the dotted path of a class.

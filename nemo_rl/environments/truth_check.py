@@ -94,7 +94,7 @@ class TruthGrader:
 
 
 def truth_grader(env_name: str, section: Mapping[str, Any] | BaseModel) -> TruthGrader | None:
-    """Return the grader of an environment; None if its rows have no known answer, or its class is a user's."""
+    """Return the grader of an environment, or None if its rows have no known answer or its class is a user's."""
     env_class, _ = load_env_class(env_class_path(env_name))
     if env_class not in (MathEnvironment, MathMultiRewardEnvironment):
         return None
@@ -105,7 +105,7 @@ def truth_grader(env_name: str, section: Mapping[str, Any] | BaseModel) -> Truth
 def check_truths(
     data_sets: Sequence[RowsWithPlace], graders: Mapping[str, TruthGrader], task_env: Mapping[str, str] | None = None
 ) -> None:
-    """Grade known answers of each data set as their own answers; below 0.9 there is a warning.
+    """Grade known answers of each data set as their own answers, and warn if the result is below 0.9.
 
     Args:
         graders: graders by the name of the environment; rows of others are not graded.
@@ -138,7 +138,7 @@ def _sampled_truths(rows: RowsWithPlace) -> Iterator[tuple[str, Truth]]:
 
 
 def sampled_indices(num_rows: int) -> list[int]:
-    """Return the first rows, and further ones that are spread evenly over the rest."""
+    """Return the first rows, and further rows that are spread evenly over the rest."""
     first = min(num_rows, FIRST_ROWS)
     rest = num_rows - first
     spread = min(rest, SPREAD_ROWS)
@@ -167,7 +167,7 @@ def _judge(grader: TruthGrader, truths: Sequence[Truth]) -> None:
 
 
 def _reason(grade: Grade) -> str:
-    """Return why a known answer is not right; empty if it is."""
+    """Return why a known answer is not right, or an empty text if it is."""
     if grade.verified is None:
         return str(grade.error)
     reward = grade.verified.reward

@@ -28,7 +28,7 @@ type Start = Callable[[dict[str, Any], ClusterConfig], Environment]
 
 
 class ActorEnvironment(EnvironmentInterface[Any]):
-    """An environment that runs in an actor of the program; every call is passed to the actor, which is never stopped.
+    """An environment in an actor of the program, which gets every call and is never stopped.
 
     Args:
         handle: handle of the actor; its class has `step`, and may have the other methods of an environment.
@@ -108,7 +108,7 @@ def start_environment(
     cluster: ClusterConfig,
     resources: ExitStack,
 ) -> Environment:
-    """Return a running environment; one that is started here gets its section of `env` and stops with `resources`."""
+    """Return a running environment, or start one with its section of `env` until `resources` are closed."""
     if isinstance(environment, EnvironmentClient | EnvironmentPool):
         return environment
     cfg = section_of(section)

@@ -76,7 +76,7 @@ def lines_in(text: str) -> list[CodeLine]:
 
 
 def report(error: BaseException) -> str | None:
-    """Return the user's lines and the error, at most `MOST_LINES` lines; None if no line is the user's."""
+    """Return the user's lines and the error in at most `MOST_LINES` lines, or None if no line is the user's."""
     lines = user_lines(error)
     if not lines:
         return None

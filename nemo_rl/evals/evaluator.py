@@ -66,7 +66,7 @@ class Sampler:
 
 @dataclass(frozen=True)
 class EvalGeneration:
-    """The model under evaluation; its engines, if it has some, run only while prompts are sampled."""
+    """The model under evaluation, with engines, if it has some, that run only while prompts are sampled."""
 
     config: EvalMasterConfig
     """A checked configuration."""
@@ -91,7 +91,7 @@ def setup(
     tokenizer: PreTrainedTokenizerBase | None = None,
     dataset: Any = None,
 ) -> Evaluation:
-    """Prepare an evaluation for `run_env_eval`; omitted arguments come from the configuration.
+    """Prepare an evaluation for `run_env_eval`, with arguments from the configuration if they are omitted.
 
     Args:
         master_config: the configuration: an object, or a dict with a file's content, which is checked like a file.
@@ -133,7 +133,7 @@ def check_known_answers(config: EvalMasterConfig, prompts: EvaluationPrompts) ->
 
 
 def evaluate(config: EvalMasterConfig) -> EvalReport:
-    """Run a configuration's evaluation; see `setup` and `run_env_eval`."""
+    """Run a configuration's evaluation (see `setup` and `run_env_eval`)."""
     return run_env_eval(*setup(config)[:2])
 
 
@@ -143,7 +143,7 @@ def run_env_eval(
     env: Any = None,
     master_config: EvalMasterConfig | None = None,
 ) -> EvalReport:
-    """Run an evaluation, or the rest of an interrupted one; the arguments are those of NeMo RL.
+    """Run an evaluation, or the rest of an interrupted one, with the arguments of NeMo RL.
 
     Args:
         vllm_generation: first result of `setup`.
@@ -230,7 +230,7 @@ def ask_all(
 
 
 def _response_length(trajectory: Trajectory) -> int | None:
-    """Return the tokens of a sample's answers; None if the server of the model has not counted them, or gave none."""
+    """Return the tokens of a sample's answers, or None if the model's server gave no answers or did not count them."""
     written = [message for log in trajectory.logs for message in log if "generation_logprobs" in message]
     if any(message.get("num_tokens", 0) is None for message in written):
         return None
@@ -238,7 +238,7 @@ def _response_length(trajectory: Trajectory) -> int | None:
 
 
 def _reasoning(trajectory: Trajectory) -> str | None:
-    """Return the reasoning that the server of the model has separated from the answers; None without any."""
+    """Return the reasoning that the model's server has separated from the answers, or None if there is none."""
     parts = [message["reasoning_content"] for message in trajectory.message_log if message.get("reasoning_content")]
     return "\n\n".join(parts) or None
 
@@ -295,7 +295,7 @@ def deferred_signals(config: EvalMasterConfig) -> Iterator[DeferredSignals]:
 def _started(
     config: EvalMasterConfig, tokenizer: PreTrainedTokenizerBase, environment: Environment | Start
 ) -> Iterator[Sampler]:
-    """Run model and environment during the block; end everything that was started here afterwards."""
+    """Run model and environment during the block, and end everything that was started here afterwards."""
     cluster, name = config.cluster, config.data.env_name
     with ExitStack() as resources:
         loop = EventLoopThread()

@@ -36,7 +36,7 @@ def tokenizer_of(config: EvalMasterConfig) -> TokenizerType:
 
 
 def data_of(config: EvalMasterConfig) -> EvalDataConfig:
-    """Return the `data` section; at an endpoint without a limit of tokens, which cannot be counted here."""
+    """Return the `data` section, without a limit of tokens for an endpoint, where tokens cannot be counted."""
     if config.generation.endpoint is None:
         return config.data
     return config.data.model_copy(update={"max_input_seq_length": None})
@@ -49,7 +49,7 @@ def limits_of(config: EvalMasterConfig) -> RolloutLimits:
 
 
 def sampling_of(config: EvalMasterConfig, tokenizer: TokenizerType) -> SamplingParams:
-    """Return the sampling parameters; at an endpoint the server knows which tokens end an answer."""
+    """Return the sampling parameters, without the tokenizer's end token for an endpoint, whose server knows it."""
     generation = config.generation
     if generation.endpoint is None:
         return sampling_params(config.policy, tokenizer.eos_token_id, validation=False)
@@ -65,7 +65,7 @@ def sampling_of(config: EvalMasterConfig, tokenizer: TokenizerType) -> SamplingP
 
 
 def require_model(config: EvalMasterConfig, loop: EventLoopThread) -> None:
-    """Ask an endpoint whether it has the model; does nothing for engines.
+    """Ask an endpoint whether it has the model, or do nothing for engines.
 
     Args:
         loop: asks.

@@ -62,7 +62,7 @@ class Problems:
 
     @property
     def rows(self) -> Any:
-        """The rows for an `AllTaskProcessedDataset`; the parts of a question are at their top level."""
+        """The rows for an `AllTaskProcessedDataset`, with the parts of a question at their top level."""
         return [unfold_choice(row) for row in self.raw.dataset]
 
     @property
@@ -92,7 +92,7 @@ class MathDataset(ResponseDataset):
 
 
 class ChoiceDataset(RawDataset):
-    """Questions with lettered options; each row becomes `choice`: question, options, answer, subject.
+    """Questions with lettered options, each as a row `choice` with question, options, answer and subject.
 
     Options are a list in `options` or `choices`, or are in columns `A`, `B`, ...; the answer is a letter or
     the index of an option. Column names may start with a capital.
@@ -276,7 +276,7 @@ class EvaluationPrompts(Protocol):
         """The data sets of the prompts, each once."""
 
     def topic(self, index: int) -> str | None:
-        """Return the topic of a prompt; None if the data set has none."""
+        """Return the topic of a prompt, or None if the data set has none."""
 
 
 class GivenPrompts:
@@ -369,7 +369,7 @@ class EvalPrompts:
         return [self._data]
 
     def topic(self, index: int) -> str | None:
-        """Return the topic of a prompt; None if the data set has none."""
+        """Return the topic of a prompt, or None if the data set has none."""
         row = unfold_choice(self._data.dataset[index % len(self._data)])
         topic = row.get(self._topic_key or "subject")
         return None if topic is None else str(topic)

@@ -87,7 +87,7 @@ class AnswerRecord:
 
     @property
     def is_correct(self) -> bool:
-        """True if the answer is right; False also if it could not be graded."""
+        """True if the answer is right, and False if it is wrong or could not be graded."""
         return self.reward is not None and self.reward >= 1.0
 
 
@@ -124,7 +124,7 @@ class RecordStore:
         return len(self.records) // self._per_prompt
 
     def append(self, records: Sequence[AnswerRecord]) -> None:
-        """Add the answers of whole prompts; they are on disk when this returns."""
+        """Add the answers of whole prompts, which are on disk when this returns."""
         self.records += records
         if self._folder is None:
             return
@@ -135,7 +135,7 @@ class RecordStore:
             os.fsync(file.fileno())
 
     def write_results(self, results: Mapping[str, Any]) -> Path | None:
-        """Write the report as JSON; return its path, or None without a folder."""
+        """Write the report as JSON, and return its path, or None without a folder."""
         if self._folder is None:
             return None
         path = self._folder / RESULTS_FILE

@@ -182,7 +182,7 @@ def prompt_score(metric: str, k: int) -> PromptScore:
 
 
 def average(score_prompt: PromptScore, prompts: Sequence[Sequence[AnswerRecord]]) -> Score:
-    """Return the mean of the prompts' scores with its standard error; 0 without prompts."""
+    """Return the mean of the prompts' scores with its standard error, or 0 without prompts."""
     if not prompts:
         return Score(0.0, 0.0, 0)
     scores = [score_prompt(answers) for answers in prompts]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoredTokens:
-    """The place of the tokens and texts of a conversation that has only their numbers; see `runners.stored`."""
+    """The place of a conversation's tokens and texts if it holds only their numbers (see `runners.stored`)."""
 
     path: Path
     """Place of the row in the tree of the rows there."""
@@ -67,7 +67,7 @@ class Branch:
 
 
 def messages_state(log: Sequence[Message]) -> list[Message]:
-    """Return a copy of messages for a checkpoint; later changes of their tensors do not reach it."""
+    """Return a copy of messages for a checkpoint, which later changes of their tensors do not reach."""
     return [
         {name: value.clone() if isinstance(value, Tensor) else value for name, value in message.items()}
         for message in log

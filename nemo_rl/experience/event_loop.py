@@ -51,7 +51,7 @@ class BackgroundTask[T]:
 
     @property
     def failure(self) -> BaseException | None:
-        """The exception that it raised; None if it runs, has finished or was cancelled."""
+        """The exception that it raised, or None if it runs, has finished or was cancelled."""
         return self.future.exception() if self.is_done and not self.future.cancelled() else None
 
     def wait(self, timeout_s: float) -> None:
@@ -64,7 +64,7 @@ class BackgroundTask[T]:
         self._wait(timeout_s, check_local_ray)
 
     def result(self, timeout_s: float) -> T:
-        """Wait for the end and return what the coroutine returned.
+        """Wait for the end and return the result of the coroutine.
 
         Args:
             timeout_s: limit for the wait; the task runs on after it.
@@ -95,13 +95,13 @@ class BackgroundTask[T]:
         check()
 
     def cancel(self) -> None:
-        """Ask the coroutine to end; returns before it has ended."""
+        """Ask the coroutine to end, and return before it has ended."""
         self._owner.note_as_seen(self)
         self.future.cancel()
 
 
 def wait_for_any(tasks: Iterable[BackgroundTask[Any]], timeout_s: float) -> bool:
-    """Wait until one of some tasks has ended; return False if none has after `timeout_s`.
+    """Wait until one of some tasks has ended, or return False if none has after `timeout_s`.
 
     Raises:
         RayDiedError: the local Ray ended.
@@ -186,7 +186,7 @@ class EventLoopThread:
         self._background.discard(task)
 
     def run[T](self, coroutine: Coroutine[Any, Any, T], timeout_s: float, phase: str) -> T:
-        """Run a coroutine to its end; errors as `stream`."""
+        """Run a coroutine to its end, and raise the errors of `stream`."""
 
         def start(_: Callable[[None], None]) -> Coroutine[Any, Any, T]:
             return coroutine

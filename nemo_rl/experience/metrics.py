@@ -31,7 +31,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def mean_metrics(collections: Sequence[Rollouts]) -> dict[str, float]:
-    """Join metrics of several collections: for each, the mean over those that have it, weighted by trajectories."""
+    """Join metrics of several collections, each by its mean over collections that have it, weighted by trajectories."""
     values: dict[str, list[tuple[float, int]]] = defaultdict(list)
     for collection in collections:
         for name, value in collection.metrics.items():
@@ -40,7 +40,7 @@ def mean_metrics(collections: Sequence[Rollouts]) -> dict[str, float]:
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Compute the metrics of a training collection, logged under `train/`; those of rewards only if there is one."""
+    """Compute the metrics of a training collection, logged under `train/`, with reward metrics if there are rewards."""
     lengths = [t.length for t in trajectories]
     prompts = [t.num_prompt_tokens for t in trajectories]
     responses = [t.response_length for t in trajectories]
@@ -79,7 +79,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _agents(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Add up what happened between programs and the endpoint; empty without a program."""
+    """Add up the events between programs and the endpoint, or return no metrics without a program."""
     counts = [t.agent_counts for t in trajectories if t.agent_counts]
     if not counts:
         return {}
@@ -88,7 +88,7 @@ def _agents(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _endings(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Compute the share of the episodes that each cause has ended; the shares sum to 1."""
+    """Compute the share of the episodes that each cause has ended, with 1 as the sum."""
     counts = Counter(t.ended_by for t in trajectories)
     return {f"ended_by_{ending}": counts[ending] / max(len(trajectories), 1) for ending in Ending}
 

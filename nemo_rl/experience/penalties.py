@@ -30,7 +30,7 @@ _REPEATED = 1 / 3
 
 
 class RewardPenalty(Protocol):
-    """A penalty; each process that plays rollouts constructs its own object."""
+    """A penalty, of which each process that plays rollouts constructs its own object."""
 
     def offending(self, turns: Sequence[SampledTurn]) -> Collection[int]:
         """Return the numbers, from 0, of the turns in which something is wrong.
@@ -41,7 +41,7 @@ class RewardPenalty(Protocol):
 
 
 class MalformedThinkTag:
-    """Thinking tags out of place; see `SampledTurn.malformed`."""
+    """Thinking tags out of place (see `SampledTurn.malformed`)."""
 
     def offending(self, turns: Sequence[SampledTurn]) -> list[int]:
         """See `RewardPenalty.offending`."""
@@ -57,7 +57,7 @@ class EmptyFinalAnswer:
 
 
 class DuplicatedReasoning:
-    """A final answer that repeats the reasoning, or reasoning that repeats itself; see `repeats`."""
+    """A final answer that repeats the reasoning, or reasoning that repeats itself (see `repeats`)."""
 
     def offending(self, turns: Sequence[SampledTurn]) -> list[int]:
         """See `RewardPenalty.offending`."""
@@ -125,7 +125,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class AnswerReview:
-    """Reviews answers; a `Review`."""
+    """Reviews answers, as a `Review`."""
 
     reader: ThinkingReader
     """Finds thinking tags."""
@@ -133,7 +133,7 @@ class AnswerReview:
     """Penalties by name."""
 
     def __call__(self, samples: Sequence[Trajectory]) -> None:
-        """Review samples that have a reward; the others train nothing."""
+        """Review samples that have a reward, since other samples train nothing."""
         for sample in samples:
             if sample.reward is None:
                 continue
@@ -147,7 +147,7 @@ class AnswerReview:
             sample.num_thinking_tokens = verdict.num_thinking_tokens
 
     def judge(self, token_ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> Verdict:
-        """Review one answer that is one conversation; arguments and errors as in `judge_all`."""
+        """Review one answer that is one conversation, with the arguments and errors of `judge_all`."""
         return self.judge_all([(token_ids, spans)])
 
     def judge_all(self, conversations: Sequence[tuple[Sequence[int], Sequence[tuple[int, int]]]]) -> Verdict:
@@ -185,7 +185,7 @@ class AnswerReview:
 
 
 def nothing(samples: Sequence[Trajectory]) -> None:
-    """Note nothing; the `Review` of a run without penalties."""
+    """Note nothing, as the `Review` of a run without penalties."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The interface of what plays samples of agent environments; `nemo_rl.agents` implements it.
+"""The interface for players of agent environments, which `nemo_rl.agents` implements.
 
 Rollouts without agents never import that package.
 """
@@ -45,7 +45,7 @@ class ProgramPlayer(Protocol):
         *,
         trains: bool = True,
     ) -> PlayedProgram:
-        """Run the program of a sample to its end, and write what it sampled into the sample.
+        """Run the program of a sample to its end, and write the program's answers into the sample.
 
         Args:
             sample: has only its prompt.
@@ -66,7 +66,7 @@ def make_program_player(
     text_rules: TextRules,
     endpoint: AgentEndpointConfig,
 ) -> ProgramPlayer:
-    """Import and make the player of agent environments; its endpoint starts with the first sample.
+    """Import and make the player of agent environments, whose endpoint starts with the first sample.
 
     Raises:
         ConfigError: a package of the extra `agents` is not installed.

@@ -52,7 +52,7 @@ class SampleProgress:
     """End of the response that the environment has to answer; None while there is none."""
 
     def num_tokens(self, response: ResponseSoFar) -> int:
-        """Return the number of sampled tokens, with those of the response that is being sampled."""
+        """Return the number of sampled tokens, including tokens of the response that is being sampled."""
         return self.sample.response_length + len(self.so_far) + len(response)
 
     def state_dict(self, response: ResponseSoFar) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class SampleProgress:
         }
 
     def _trajectory(self) -> dict[str, Any]:
-        """Return the state of the trajectory; later turns do not change it."""
+        """Return the state of the trajectory, which later turns do not change."""
         without_inputs = replace(self.sample, row_inputs=None)  # they come with the prompt
         return without_inputs.state_dict() | {
             "extra_env_info": self.sample.extra_env_info,
@@ -126,7 +126,7 @@ class GroupProgress:
     """The finished and post-processed samples; None before that."""
 
     def begin(self, starts: Sequence[Trajectory]) -> list[SampleProgress]:
-        """Begin to play the group, each sample where its state says; return the samples.
+        """Begin to play the group, each sample from its state on, and return the samples.
 
         Args:
             starts: the samples before their first turn.
@@ -161,7 +161,7 @@ class StoredSamples:
 async def states_of(
     groups: Sequence[GroupProgress], generation: GenerationInterface, can_continue: Callable[[Trajectory], bool]
 ) -> list[StoredSamples | None]:
-    """Return the samples of groups that are being played; they are played on.
+    """Return the samples of groups that are being played, without interrupting them.
 
     Args:
         generation: samples their responses.

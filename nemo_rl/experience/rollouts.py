@@ -148,7 +148,7 @@ class RolloutRunner:
         sampling: SamplingParams,
         key: RolloutKey,
     ) -> BackgroundTask[Rollouts]:
-        """Start `play_group` in the background and return immediately; `group_limit_s` bounds the wait for it.
+        """Start `play_group` in the background and return immediately, with `group_limit_s` as the longest wait for it.
 
         Raises:
             ConfigError: the prompt names an environment that does not run.
@@ -184,7 +184,7 @@ class RolloutRunner:
         return self._limits.timeout_s + CLOSING_S + 2 * CLEAN_UP_S
 
     def wait_for_groups(self) -> None:
-        """Wait until no started group is being played, except those that continue through updates of the weights.
+        """Wait until no started group is being played, except groups that continue through updates of the weights.
 
         Failures of groups stay with their tasks.
 
@@ -214,7 +214,7 @@ class RolloutRunner:
         return self.keep(Rollouts(samples, {}))
 
     def stored_samples(self, groups: Sequence[GroupProgress]) -> list[StoredSamples | None]:
-        """Return the samples of groups for a checkpoint, while they are played on; see `progress.states_of`.
+        """Return the samples of groups for a checkpoint, while they are played on (see `progress.states_of`).
 
         Raises:
             DeadlineExceededError: it takes longer than `RolloutLimits.timeout_s`.
@@ -251,7 +251,7 @@ class RolloutRunner:
         key: RolloutKey,
         progress: GroupProgress | None = None,
     ) -> Rollouts:
-        """Sample `num_generations` responses to one prompt; the same ones that a collection of `prompts` samples.
+        """Sample `num_generations` responses to one prompt, the same ones that a collection of `prompts` samples.
 
         Returns after the group's own episodes are closed, or `CLOSING_S` later. An environment with
         `post_processes_groups` has corrected the rewards; one without does so in `post_process`.
@@ -279,7 +279,7 @@ class RolloutRunner:
     async def play(
         self, prompts: BatchedDataDict[Any], num_generations: int, sampling: SamplingParams, key: RolloutKey
     ) -> Rollouts:
-        """Do as `collect`, in a coroutine; arguments and errors as `stream`."""
+        """Do as `collect`, in a coroutine, with the arguments and errors of `stream`."""
         samples: list[Trajectory] = []
         playing = self._run_all(prompts, num_generations, sampling, key, samples.extend)
         metrics = await self._within_limit(playing, f"{key.phase} step {key.step}")
@@ -352,7 +352,7 @@ class RolloutRunner:
         return mean_metrics(groups) | await post_process(self._by_unit(groups=False), samples)
 
     def _by_unit(self, *, groups: bool) -> dict[str, EnvironmentPort]:
-        """Environments that post-process groups, or those that post-process collections."""
+        """Environments that post-process groups, or else environments that post-process collections."""
         return {name: each for name, each in self._environments.items() if each.post_processes_groups == groups}
 
     def _check_environments(self, names: Iterable[str]) -> None:
@@ -365,7 +365,7 @@ class RolloutRunner:
 
 
 async def _all_or_first_failure[T](coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines concurrently; the first failure cancels the others and is raised unchanged.
+    """Run coroutines concurrently, and after a first failure cancel the others and raise it unchanged.
 
     Usually all fail for the same reason. The first failure is raised outside of the `except` block: it keeps its cause,
     the worker's traceback, and hundreds of copies are not printed with it.

@@ -14,7 +14,7 @@ from nemo_rl.utils.errors import DataError
 
 
 def rows_of(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Return the rows of samples; rows are their own rows.
+    """Return the rows of samples, or the given rows if they are rows already.
 
     A row of a sample with branches is a view of the sample: its conversation is the only one it has, and positions and
     token counts are its own. The reward and everything that numbers turns (`turn_rewards`, `penalties`,

@@ -108,7 +108,7 @@ class Closings:
             task.add_done_callback(self._tasks.discard)
 
     async def wait(self) -> None:
-        """Wait until all episodes are closed, at most `CLOSING_S`; the remaining ones are closed later."""
+        """Wait until all episodes are closed, for at most `CLOSING_S`, and leave the remaining ones for later."""
         if not self._tasks:
             return
         _, late = await asyncio.wait(self._tasks, timeout=CLOSING_S)
@@ -126,7 +126,7 @@ class Closings:
 
 
 class EnvironmentPort(PostProcessor, Protocol):
-    """The methods of an environment that rollouts call; `EnvironmentClient` and `EnvironmentPool` implement them."""
+    """The methods of an environment that rollouts call, implemented by `EnvironmentClient` and `EnvironmentPool`."""
 
     @property
     def reads_chat(self) -> bool:
@@ -144,10 +144,10 @@ class EnvironmentPort(PostProcessor, Protocol):
 
     @property
     def agent_section(self) -> Mapping[str, Any] | None:
-        """The section of an environment with `runs_agents`; None for other environments."""
+        """The section of an environment with `runs_agents`, or None for other environments."""
 
     async def close_episode(self, metadata: Any) -> None:
-        """Close the episode of one sample; never raises."""
+        """Close the episode of one sample without ever raising."""
 
 
 @dataclass(frozen=True)
@@ -183,13 +183,13 @@ class RolloutKey:
         return derive_seed(self.run_seed, self.phase, self.step, self.round, group, sample.sample_index, "episode")
 
     def call_seed_of(self, sample: Trajectory, *parts: int | str) -> int:
-        """Return a seed for the program of a sample, or for one of its answers, which `parts` tell apart."""
+        """Return the seed of a sample's program, or of the answer that `parts` identifies."""
         group = self.first_group + sample.group_index
         return derive_seed(self.run_seed, self.phase, self.step, self.round, group, sample.sample_index, "call", *parts)
 
 
 class SamplePlayer:
-    """Plays samples; any number of them concurrently.
+    """Plays samples, any number of them concurrently.
 
     Args:
         environments: environment by task name.
@@ -222,7 +222,7 @@ class SamplePlayer:
 
     @cached_property
     def _programs(self) -> ProgramPlayer:
-        """Plays samples of agent environments; made for the first one."""
+        """Plays samples of agent environments, in a player that is made for the first sample."""
         return make_program_player(self._generation, self._tokenizer, self._limits, self._text_rules, self._endpoint)
 
     async def play(
@@ -233,7 +233,7 @@ class SamplePlayer:
         key: RolloutKey,
         closings: Closings,
     ) -> Trajectory:
-        """Play one sample in its own episode, from where it is; fill in and return the trajectory."""
+        """Play one sample in its own episode, from where it is, and fill in and return the trajectory."""
         sample = progress.sample
         if not progress.is_finished and not self._has_no_room(sample):
             environment = self._environments[sample.task_name]
@@ -254,7 +254,7 @@ class SamplePlayer:
         return sample
 
     async def _open(self, progress: SampleProgress, prompt_stops: list[str] | None, key: RolloutKey) -> bool:
-        """Open the episode of a sample; return False when there is nothing to play."""
+        """Open the episode of a sample, or return False if there is nothing to play."""
         sample = progress.sample
         environment = self._environments[sample.task_name]
         started = time.perf_counter()
@@ -272,7 +272,7 @@ class SamplePlayer:
         return True
 
     def _begin(self, sample: Trajectory, start: EpisodeStart[Any]) -> bool:
-        """Add the first observation to the prompt; return False when there is nothing to play."""
+        """Add the first observation to the prompt, or return False if there is nothing to play."""
         if start.error is not None:
             sample.fail(start.error, aborted=start.aborted)
             return False
@@ -286,7 +286,7 @@ class SamplePlayer:
         return not self._has_no_room(sample)
 
     def _add_to_prompt(self, sample: Trajectory, observation: Message) -> None:
-        """Render the prompt again with one more message; no token is sampled yet that would have to stay."""
+        """Render the prompt again with one more message, before any token that would have to stay is sampled."""
         if sample.chat is None:
             raise DataError(
                 "its data processor does not say what the prompt was rendered from: give the datum `chat`, a dict "
@@ -299,7 +299,7 @@ class SamplePlayer:
         sample.chat = {**sample.chat, "messages": [*sample.chat["messages"], *messages_of(observation)]}
 
     def _renderer(self, sample: Trajectory) -> ObservationRenderer:
-        """Return the renderer of a sample's observations; the levels of effort may have different templates."""
+        """Return the renderer of a sample's observations, because levels of effort may have different templates."""
         variables = {} if sample.chat is None else sample.chat.get("template_kwargs", {})
         key = json.dumps(variables, sort_keys=True, default=repr)
         if key not in self._observations:
@@ -433,7 +433,7 @@ def _remember(sample: Trajectory, metadata: Any) -> None:
 
 
 def _absorb(sample: Trajectory, step: StepResult) -> bool:
-    """Add a step's reward and metadata; return False when the environment failed on the sample."""
+    """Add a step's reward and metadata, or return False if the environment failed on the sample."""
     _remember(sample, step.metadata)
     sample.answer = step.answer
     if step.error is not None or step.reward is None:

@@ -51,7 +51,7 @@ class ThinkingReader(Protocol):
 
 @dataclass(frozen=True)
 class TokenTags:
-    """Finds tags that are single tokens; a `ThinkingReader`."""
+    """Finds tags that are single tokens, as a `ThinkingReader`."""
 
     tokenizer: Any
     """Decodes the texts between tags."""
@@ -74,7 +74,7 @@ class TokenTags:
 
 @dataclass
 class TextTags:
-    """Finds tags in the text of tokens; a `ThinkingReader`.
+    """Finds tags in the text of tokens, as a `ThinkingReader`.
 
     Each token is decoded alone, so that it is known which tokens a tag is made of. Tags are found because they have
     no characters of several tokens; of other texts, those may be lost.
@@ -172,7 +172,7 @@ class SampledTurn:
 
     @property
     def final_answer(self) -> str:
-        """Text after the last tag, the whole text if there is no tag; empty if the thinking is not closed."""
+        """Text after the last tag, or all text without a tag, or no text if the thinking is not closed."""
         return self.tagged.gap(len(self.tagged.tags)) if self._structure.is_closed else ""
 
     @property
@@ -214,7 +214,7 @@ def _is_opened(before: TaggedTokens) -> bool:
 
 
 def thinking_reader(config: RewardPenaltyConfig, tokenizer: Any) -> ThinkingReader:
-    """Return what finds the thinking tags of a configuration.
+    """Return the reader that finds the thinking tags of a configuration.
 
     They are found by token if `token_ids` gives both tokens, or if the tokenizer has a token of its own for each tag
     whose id is not given; otherwise by text.

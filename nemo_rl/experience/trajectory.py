@@ -35,7 +35,7 @@ class Outcome(StrEnum):
 
 
 class Ending(StrEnum):
-    """The cause of the end of an episode; metrics have the share of each under `ended_by_<value>`."""
+    """The cause of the end of an episode, whose share metrics have under `ended_by_<value>`."""
 
     ENVIRONMENT = "environment"
     """The environment: the episode is over."""
@@ -151,7 +151,7 @@ class Trajectory:
         self.reward = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what training and metrics need of a finished sample, as tensors and plain values for a checkpoint.
+        """Return the data of a finished sample for training and metrics, as tensors and plain values for a checkpoint.
 
         Left out is what only the episode needs: `episode`, `chat` and `served_by`; and metadata of the environment that
         a checkpoint cannot hold.
@@ -198,7 +198,7 @@ class Trajectory:
 
     @property
     def all_weight_versions(self) -> list[VersionSpan]:
-        """The versions of the weights that wrote any conversation; spans start at positions of their conversation."""
+        """The versions of the weights that wrote any conversation, in spans of positions in their conversation."""
         return [span for conversation in self.conversations for span in conversation.weight_versions]
 
     @property
@@ -258,7 +258,7 @@ class Trajectory:
         return rewards
 
     def after_penalties(self, value: float) -> float:
-        """Return a reward, or a component of one, as it is for training."""
+        """Return a reward, or a component of a reward, in its form for training."""
         return min(value, 0.0) if self.is_penalized else value
 
     @property

@@ -38,7 +38,7 @@ class TrajectoryLog:
         self._output = OptionalOutput(f"Conversations in {folder}")
 
     def write_training(self, step: int, trajectories: Sequence[Trajectory], batch: BatchedDataDict[Any]) -> None:
-        """Write a training step's samples; `batch` has their rows (`rows.rows_of`)."""
+        """Write a training step's samples, whose rows are in `batch` (`rows.rows_of`)."""
         if not self._enabled:
             return
         self._write(f"train_data_step{step}.jsonl", _lines(rows_of(trajectories), batch))
@@ -55,7 +55,7 @@ class TrajectoryLog:
 
 
 def _lines(trajectories: Sequence[Trajectory], batch: BatchedDataDict[Any]) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a step; tokens that are stored elsewhere are fetched some rows at a time."""
+    """Yield the lines of a step, and fetch tokens that are stored elsewhere some rows at a time."""
     for start in range(0, len(trajectories), _ROWS_AT_ONCE):
         rows = BatchRows.of(batch.slice(start, start + _ROWS_AT_ONCE)).whole()
         for row, trajectory in enumerate(trajectories[start : start + _ROWS_AT_ONCE]):

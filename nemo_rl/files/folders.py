@@ -33,7 +33,7 @@ class FolderLock:
         return self._descriptor is not None
 
     def acquire(self) -> bool:
-        """Take the lock without waiting; return whether it is held now.
+        """Take the lock without waiting, and return whether it is held now.
 
         False if another process holds it, or if the folder is missing or read-only. On a file system
         without locks the result is True, with a warning.
@@ -106,7 +106,7 @@ def is_shared(folder: Path) -> bool:
 
 
 def _problem(found: os.stat_result) -> str | None:
-    """Describe why an existing path is not this user's own folder; None if it is."""
+    """Describe why an existing path is not this user's own folder, or return None if it is."""
     if stat.S_ISLNK(found.st_mode):
         return "is a symbolic link"
     if not stat.S_ISDIR(found.st_mode):
@@ -133,7 +133,7 @@ def _require_kept(above: Path, folder: Path, advice: str) -> None:
 
 
 def _trusted_owners() -> set[int]:
-    """Return the uids of this user and root; in a user namespace also the overflow uid (host's root)."""
+    """Return the uids of this user and root, and in a user namespace also the overflow uid (host's root)."""
     trusted = {os.geteuid(), _ROOT}
     try:
         if _USER_MAP.read_text().split() != _WHOLE_MAP:

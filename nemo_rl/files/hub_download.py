@@ -94,7 +94,7 @@ def one_download(name: str) -> Iterator[None]:
 
 
 def _files(name: str, wanted: dict[str, Any]) -> list[DryRunFileInfo] | None:
-    """Return what the hub and the cache say about the wanted files; None if the hub cannot be asked."""
+    """Return the answers of the hub and the cache on the wanted files, or None if the hub cannot be asked."""
     try:
         return snapshot_download(name, **wanted, dry_run=True, tqdm_class=_bars_of([]))
     except DryRunError:
@@ -115,7 +115,7 @@ def _arrived_megabytes(bars: Sequence[tqdm]) -> int:
 
 
 def _bars_of(bars: list[tqdm]) -> type[tqdm]:
-    """Return a class of bars that show nothing; those that count bytes are added to `bars`."""
+    """Return a class of bars that show nothing, and add bars that count bytes to `bars`."""
 
     class Silent(tqdm):
         """A bar that only counts."""

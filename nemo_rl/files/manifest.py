@@ -29,7 +29,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def replace_file(folder: Path, name: str, text: str) -> None:
-    """Replace a file in a folder that has a manifest, or none yet; the folder is undamaged at each moment.
+    """Replace a file in a folder with a manifest, or with none yet, and leave the folder undamaged at each moment.
 
     A crash before the end leaves a manifest without this file, which then counts as unchecked.
 
@@ -51,7 +51,7 @@ def _write(folder: Path, files: Mapping[str, Any]) -> None:
 
 
 def manifest_bytes(folder: Path) -> int | None:
-    """Return the total size of the files in a folder's manifest; None without a readable manifest."""
+    """Return the total size of the files in a folder's manifest, or None without a readable manifest."""
     try:
         files = _read(folder)
     except CheckpointError:
@@ -60,7 +60,7 @@ def manifest_bytes(folder: Path) -> int | None:
 
 
 def find_damage(folder: Path, below: str = "") -> list[str] | None:
-    """List the files that differ from the manifest, each with the difference; None without a manifest.
+    """List the files that differ from the manifest, each with the difference, or return None without a manifest.
 
     Files that are not in the manifest are ignored.
 
@@ -100,7 +100,7 @@ def _read(folder: Path) -> dict[str, Any] | None:
 
 
 def _describe(folder: Path, names: list[str]) -> Mapping[str, dict[str, Any]]:
-    """Return size and checksum of each file; the largest files are started first."""
+    """Return size and checksum of each file, starting with the largest files."""
     order = sorted(names, key=lambda name: -_size(folder / name))
     with ThreadPoolExecutor(_THREADS) as pool:
         sums = dict(zip(order, pool.map(lambda name: _crc32(folder / name), order), strict=True))

@@ -37,7 +37,7 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
-    """Read a regular file; errors as `open_regular`."""
+    """Read a regular file, and raise the errors of `open_regular`."""
     with open_regular(path) as file:
         return file.read()
 

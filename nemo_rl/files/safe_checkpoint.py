@@ -38,7 +38,7 @@ _DAMAGED = (
 
 
 def _path(*parts: str) -> PurePath:
-    """Make a path of either system; the place where the checkpoint was written has no use here."""
+    """Make a path of either system, since the place where the checkpoint was written has no use here."""
     return PurePosixPath(*parts)
 
 

@@ -51,7 +51,7 @@ def load_plain(path: Path) -> Any:
 
 
 def refusal(error: pickle.UnpicklingError) -> str:
-    """Explain why `torch.load` refused a file; torch's own message advises executing the file's content."""
+    """Explain why `torch.load` refused a file, since torch's own message advises executing the file's content."""
     named = re.search(r"GLOBAL ([\w.]+)", str(error))
     if named is None:
         return "it is damaged, or was not written by nemo_rl"

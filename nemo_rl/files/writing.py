@@ -41,7 +41,7 @@ class OptionalOutput:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Run a block that writes; a later attempt is made even if this one fails."""
+        """Run a block that writes, whose failure does not prevent later attempts."""
         try:
             yield
         except self._failures as error:

@@ -23,7 +23,7 @@ def shows_bars() -> bool:
 
 
 class Bar:
-    """One line of the display; without a terminal it does nothing.
+    """One line of the display, which does nothing without a terminal.
 
     Args:
         title: name of the work.

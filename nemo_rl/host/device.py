@@ -41,7 +41,7 @@ class Device:
         return "nccl" if self.is_gpu else "gloo"
 
     def torch_device(self, local_rank: int = 0) -> torch.device:
-        """Return the torch device of a rank; Ray shows each rank its own GPU as the first one."""
+        """Return the torch device of a rank, since Ray shows each rank its own GPU as the first one."""
         return torch.device("cuda", local_rank) if self.is_gpu else torch.device("cpu")
 
     def activate(self, local_rank: int = 0) -> torch.device:
@@ -60,12 +60,12 @@ class Device:
         return self.torch_device(local_rank)
 
     def synchronize(self) -> None:
-        """Wait for queued GPU work; do nothing on a CPU."""
+        """Wait for queued GPU work, or do nothing on a CPU."""
         if self.is_gpu:
             torch.cuda.synchronize()
 
     def empty_cache(self) -> None:
-        """Return cached GPU memory to the driver; do nothing on a CPU."""
+        """Return cached GPU memory to the driver, or do nothing on a CPU."""
         if self.is_gpu:
             torch.cuda.empty_cache()
 
@@ -76,7 +76,7 @@ def device_for(uses_gpu: bool) -> Device:
 
 
 def free_cache(device: torch.device) -> None:
-    """Wait for a GPU's work and release cached memory that this process does not use; do nothing on a CPU."""
+    """Wait for a GPU's work and release its unused cached memory, or do nothing on a CPU."""
     kind = device_for(uses_gpu=device.type != "cpu")
     kind.synchronize()
     kind.empty_cache()
@@ -90,12 +90,12 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Fetch a tensor without waiting; its values are valid only after `Device.synchronize` if it comes from a GPU."""
+    """Fetch a tensor without waiting, so that values from a GPU are valid only after `Device.synchronize`."""
     return tensor.to("cpu", non_blocking=True)
 
 
 def device_name(device: torch.device) -> str:
-    """Return the model of a device, with the threads that share the work of a CPU; equal ones compute equal bits."""
+    """Return the model of a device, with the threads of a CPU. Devices of the same name compute the same bits."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -107,7 +107,7 @@ def device_name(device: torch.device) -> str:
 
 
 def gpu_is_in_use() -> bool:
-    """Return whether this process has started to use a GPU; which ones it sees can no longer change then."""
+    """Return whether this process has started to use a GPU, so that its visible GPUs can no longer change."""
     return torch.cuda.is_initialized()
 
 
@@ -117,7 +117,7 @@ def gpu_count() -> int:
 
 
 def allocator_settings(own: Mapping[str, str] | None = None) -> tuple[str, str]:
-    """Return the variable that sets torch's allocators, and its value; the first variable that is set counts.
+    """Return the variable that sets torch's allocators, which is the first that has a value, and its value.
 
     Args:
         own: variables that a process gets besides, or instead of, those of this process.

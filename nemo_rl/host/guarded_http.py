@@ -178,7 +178,7 @@ class ConnectionGuard:
         return line
 
     def _close_oldest(self) -> bool:
-        """Close the oldest connection of an unknown client; return whether there was one."""
+        """Close the oldest connection of an unknown client, and return whether there was one."""
         line = next(iter(self._unknown), None)
         if line is None:
             return False

@@ -42,7 +42,7 @@ class _Console(Console):
 
 
 class LiveDisplay:
-    """The live display; it exists while there is a bar."""
+    """The live display, which exists while there is a bar."""
 
     def __init__(self) -> None:
         self._guard = threading.RLock()
@@ -81,14 +81,14 @@ class LiveDisplay:
                     self._restore()
 
     def forget(self) -> None:
-        """Give a forked child the real streams; the thread that draws and the holders of locks are not in it."""
+        """Give a forked child the real streams, because it lacks the drawing thread and the holders of locks."""
         self._guard = threading.RLock()
         if self._progress is not None:
             self._progress = None
             self._restore()
 
     def _restore(self) -> None:
-        """Put the real streams back in place of those of the display."""
+        """Put the real streams back in place of the display's streams."""
         for name, (stream, shown) in self._replaced.items():
             if getattr(sys, name) is shown:
                 setattr(sys, name, stream)

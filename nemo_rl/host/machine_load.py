@@ -18,7 +18,7 @@ _END_S = 1.0
 
 
 def query_gpus(*fields: str, timeout_s: float = 5.0) -> list[list[str]]:
-    """Return each GPU's values in the order of `fields` (`nvidia-smi --help-query-gpu`); [] if the tool fails.
+    """Return each GPU's values in the order of `fields` (`nvidia-smi --help-query-gpu`), or [] if the tool fails.
 
     `CUDA_VISIBLE_DEVICES` selects the GPUs. If the tool does not know the names in it, such as those of MIG instances,
     all GPUs are returned.
@@ -37,7 +37,7 @@ def query_gpus(*fields: str, timeout_s: float = 5.0) -> list[list[str]]:
 
 
 def _answer(command: Sequence[str], timeout_s: float) -> str | None:
-    """Return what a command prints; None if it fails, or does not end in time."""
+    """Return the output of a command, or None if it fails or does not end in time."""
     try:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     except OSError:
@@ -62,7 +62,7 @@ _GIB = 2**30
 
 @dataclass
 class MachineLoad:
-    """Readings of this machine; shares are those since the last reading."""
+    """Readings of this machine, with shares since the last reading."""
 
     root_pid: int
     """Process that started those of the run."""
@@ -100,7 +100,7 @@ class MachineLoad:
         pids = [self.root_pid, *descendants(self.root_pid)]
         used = {pid: seconds for pid in pids if (seconds := _processor_seconds(pid)) is not None}
         now = time.monotonic()
-        # A new process may have the number of one that ended, with less time than that one.
+        # A reused process id has less processor time than its predecessor.
         spent = sum(max(0.0, seconds - self._used.get(pid, 0.0)) for pid, seconds in used.items())
         passed, self._read_at, self._used = now - self._read_at, now, used
         found = {"processes.mem_gb": sum(map(resident_bytes, used)) / _GIB}
@@ -108,7 +108,7 @@ class MachineLoad:
 
 
 def _attempt(measure: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """Return a measurement; nothing where the system has no such file, or one of another form."""
+    """Return a measurement, or nothing if the system's file is missing or has another form."""
     try:
         return measure()
     except (OSError, ValueError, IndexError, KeyError):
@@ -123,7 +123,7 @@ def _memory() -> dict[str, float]:
 
 
 def _processor_seconds(pid: int) -> float | None:
-    """Return the processor time of a process; None if it has ended."""
+    """Return the processor time of a process, or None if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -132,7 +132,7 @@ def _processor_seconds(pid: int) -> float | None:
 
 
 def _gpus() -> dict[str, float]:
-    """Return the load of each GPU; a value that a GPU does not report, such as those of MIG instances, is left out."""
+    """Return the load of each GPU without values that it does not report, such as a MIG instance's."""
     found: dict[str, float] = {}
     names = {"util": 1.0, "mem_gb": 1024.0, "mem_total_gb": 1024.0}
     for index, *values in query_gpus("index", "utilization.gpu", "memory.used", "memory.total"):

@@ -29,7 +29,7 @@ PROCESS_STATES = {
 
 
 def state_of(pid: int) -> str:
-    """Return the kernel's letter for the state of a process on this machine; "?" if there is none."""
+    """Return the kernel's letter for the state of a process on this machine, or "?" if there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -42,7 +42,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def end_descendants(pid: int) -> None:
-    """Send SIGKILL to all processes below a process of this machine, also to those that start meanwhile."""
+    """Send SIGKILL to all processes below a process of this machine, also to processes that start meanwhile."""
     while below := descendants(pid):
         for each in below:
             try:
@@ -53,7 +53,7 @@ def end_descendants(pid: int) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the running processes below a process, without zombies; an empty list if it has ended."""
+    """Return the running processes below a process, without zombies, or an empty list if it has ended."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
@@ -71,7 +71,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def resident_bytes(pid: int) -> int:
-    """Return the memory that a process has to itself, without shared pages; 0 if it has ended."""
+    """Return the memory that a process has to itself, without shared pages, or 0 if it has ended."""
     try:
         resident, shared = Path(f"/proc/{pid}/statm").read_text().split()[1:3]
     except OSError:
@@ -84,7 +84,7 @@ _MOST_ANSWER_BYTES = 2**20
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel for SIGKILL when the parent ends; exit immediately if it has ended already."""
+    """Ask the kernel for SIGKILL when the parent ends, or exit immediately if it has ended already."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
@@ -92,7 +92,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def limit_memory(memory_limit_mb: int) -> None:
-    """Limit the address space of this process; an allocation above it raises MemoryError."""
+    """Limit the address space of this process, so that an allocation above it raises MemoryError."""
     limit = memory_limit_mb * 2**20
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     if hard != resource.RLIM_INFINITY:
@@ -101,7 +101,7 @@ def limit_memory(memory_limit_mb: int) -> None:
 
 
 def call_in_child(work: Callable[[], Any], *, seconds: float, memory_mb: int, what: str) -> Any:
-    """Call a function in a copy of this process, which ends afterwards; return its JSON value.
+    """Call a function in a copy of this process, which ends afterwards, and return its JSON value.
 
     Args:
         work: what to call. Code of strangers may run in it, as that of a chat template does.
@@ -135,7 +135,7 @@ def call_in_child(work: Callable[[], Any], *, seconds: float, memory_mb: int, wh
 
 
 def _answer(work: Callable[[], Any], writing: int, parent: int, seconds: float, memory_mb: int) -> None:
-    """Do the work of `call_in_child` in the child, and end it; nothing of the parent's runs on."""
+    """Do the work of `call_in_child` in the child and end it, so that none of the parent's code runs on."""
     try:
         die_with_parent(parent)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -153,7 +153,7 @@ def _answer(work: Callable[[], Any], writing: int, parent: int, seconds: float, 
 
 
 def _read_answer(reading: int, deadline: float) -> dict[str, Any] | None:
-    """Return what a child writes; None if it writes no JSON object in time."""
+    """Return the JSON object that a child writes, or None if it writes none in time."""
     content = b""
     while len(content) <= _MOST_ANSWER_BYTES:
         ready = select.poll()

@@ -106,7 +106,7 @@ class DeferredSignals:
         return self
 
     def stop(self) -> None:
-        """Restore the previous handlers; the grace time no longer has an effect."""
+        """Restore the previous handlers, after which the grace time no longer has an effect."""
         self._stopped.set()
         _restore(self._before)
 
@@ -144,7 +144,7 @@ class DeferredSignals:
 
 
 def _handlers() -> dict[signal.Signals, Any]:
-    """Return the handlers that Python knows; {} outside the main thread, where they cannot be replaced."""
+    """Return the handlers that Python knows, or {} outside the main thread, where they cannot be replaced."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}

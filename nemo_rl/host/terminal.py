@@ -10,7 +10,7 @@ GONE = (OSError, ValueError)
 
 
 def is_terminal(stream: Any) -> bool:
-    """Return whether a stream is a terminal, or the live display on one; False for None and a closed stream."""
+    """Return whether a stream is a terminal or its live display, which None and a closed stream are not."""
     stream = getattr(stream, "rich_proxied_file", stream)
     try:
         return bool(stream.isatty())

@@ -23,7 +23,7 @@ _LOOK_EVERY_S = 0.5
 
 
 class StillWaiting:
-    """One wait, during which the caller calls `look` at least once a second; a context manager that removes its bar.
+    """One wait, during which the caller calls `look` at least once a second, as a context manager that removes its bar.
 
     Args:
         what: name of the work that is waited for.
@@ -84,7 +84,7 @@ class StillWaiting:
             self._bar.show(self._done())
 
     def _described(self, now: float) -> str:
-        """Return what is finished, and an estimate of the rest where some parts are."""
+        """Return the finished parts, and an estimate of the rest if some parts are finished."""
         if self._done is None:
             return self._state
         done = self._done()

@@ -1,1 +1,1 @@
-"""Command line of a run, the checks before it starts, and its dry run; above all algorithms and evaluation."""
+"""Command line of a run, the checks before it starts, and its dry run, on top of all algorithms and evaluation."""

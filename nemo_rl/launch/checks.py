@@ -1,4 +1,4 @@
-"""List the checks before a run starts, the cheapest first; a run, `--dry-run` and `nemo_rl doctor` share the list.
+"""List the checks before a run starts, the cheapest first, for a run, `--dry-run` and `nemo_rl doctor`.
 
     a run       makes those of the moments FIRST and LIBRARIES (`make_checks`); `setup` of its algorithm makes the
                 others, by the same functions, with the tokenizer, the data and the folders that it opens
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def logs_of_library() -> Iterator[list[logging.LogRecord]]:
-    """Collect the library's log lines in a block; they reach neither the console nor an enclosing collection."""
+    """Collect the library's log lines in a block, and keep them from the console and from enclosing collections."""
     library = logging.getLogger("nemo_rl")
     records: list[logging.LogRecord] = []
     before = library.handlers, library.propagate
@@ -158,7 +158,7 @@ def make_checks(config: RunConfig, moment: Moment) -> None:
 
 
 def check_devices(request: Request) -> Passed:
-    """Compare the requested GPUs with those of this machine."""
+    """Compare the requested GPUs with the GPUs of this machine."""
     cluster = request.config.cluster
     check_device(request.config, count_gpus())
     ranks = cluster.policy_ranks_per_node

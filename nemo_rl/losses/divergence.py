@@ -30,7 +30,7 @@ from nemo_rl.utils.errors import ConfigError
 
 
 def k1(log_ratio: Tensor) -> Tensor:
-    """`-log r`: unbiased, high variance, may be negative; exact gradient with the weight, 0 without."""
+    """`-log r`: unbiased, high variance, may be negative, exact gradient with the weight (0 without)."""
     return -log_ratio
 
 
@@ -44,7 +44,7 @@ def k2(log_ratio: Tensor) -> Tensor:
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """`r - 1 - log r`: unbiased, low variance, never negative; exact gradient with the weight, biased without."""
+    """`r - 1 - log r`: unbiased, low variance, never negative, exact gradient with the weight (biased without)."""
     return log_ratio.expm1() - log_ratio
 
 
@@ -100,7 +100,7 @@ def calculate_kl(
 def kl_penalty(
     logprobs_BT: Tensor, logprobs_reference_BT: Tensor, mask_BT: Tensor, config: ClippedPGLossConfig
 ) -> Tensor:
-    """Return what the KL penalty takes from the reward of each token, `[B, T]` float64; 0 where the mask is 0.
+    """Return the KL penalty on the reward of each token, `[B, T]` float64, or 0 where the mask is 0.
 
     Args:
         logprobs_BT: log-probabilities under the policy.
@@ -132,7 +132,7 @@ MISMATCH_METRICS = frozenset(
 
 @torch.no_grad()
 def mismatch_metrics(batch: PolicyBatch, global_valid_toks: Tensor | float, kl_type: str) -> dict[str, Tensor]:
-    """Compute metrics of train/generation mismatch; p is the policy at the start of the update, g the engine.
+    """Compute metrics of train/generation mismatch of p, the policy at the start of the update, and g, the engine.
 
     Args:
         batch: One microbatch.
@@ -170,7 +170,7 @@ def _unbounded_kl(logprobs_BT: Tensor, logprobs_reference_BT: Tensor, kl_type: s
 
 
 def sequence_errors(policy_BT: Tensor, engine_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Return the mean of `exp(|log p - log g|)` over the tokens of each sample that count, `[B]`; 0 without any."""
+    """Return each sample's mean of `exp(|log p - log g|)` over the tokens that count, `[B]`, or 0 if none counts."""
     difference_BT = torch.where(mask_BT != 0, policy_BT - engine_BT, 0.0)
     return masked_mean(difference_BT.abs().exp(), (mask_BT != 0).to(difference_BT.dtype), dim=-1)
 

@@ -93,7 +93,7 @@ def _as_float64(model_output: Tensor, data: LossData) -> _Batch:
 
 
 def _groupings(num_rows: int, rows_per_unit: int, generator: torch.Generator) -> Iterator[tuple[str, list[list[int]]]]:
-    """Yield (name, microbatches as lists of row indices); every row occurs exactly once."""
+    """Yield (name, microbatches as lists of row indices), with every row exactly once."""
     units = [list(range(i, i + rows_per_unit)) for i in range(0, num_rows, rows_per_unit)]
     num_units = len(units)
     for size in range(1, num_units):

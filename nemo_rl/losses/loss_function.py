@@ -92,7 +92,7 @@ class LossFunction(Protocol):
 
 
 class TopkLossFunction(Protocol):
-    """A loss that compares a student with a teacher's top-k tokens; the attributes are those of `LossFunction`."""
+    """A loss that compares a student with a teacher's top-k tokens, with the attributes of `LossFunction`."""
 
     loss_type: LossType
     input_type: LossInputType
@@ -148,7 +148,7 @@ type PerToken = Callable[[Tensor, LossData], Tensor]
 
 
 class TokenLoss:
-    """The mean of a function over all tokens that count; made by `token_loss`.
+    """The mean of a function over all tokens that count, made by `token_loss`.
 
     `loss = sum(mask * per_token(logprobs, data)) / global_valid_toks`
 
@@ -176,7 +176,7 @@ class TokenLoss:
         global_valid_seqs: Tensor | float,
         global_valid_toks: Tensor | float,
     ) -> tuple[Tensor, LossMetrics]:
-        """See `LossFunction`; the metrics are `loss` and `nll`, the plain negative log-likelihood.
+        """See `LossFunction`. The metrics are `loss` and `nll`, the plain negative log-likelihood.
 
         Raises:
             ValueError: the function's result has another shape than the log-probabilities.
@@ -196,7 +196,7 @@ class TokenLoss:
 
 
 def token_loss(per_token: PerToken) -> TokenLoss:
-    """Make a loss from a function of single tokens; see `TokenLoss`.
+    """Make a loss from a function of single tokens (see `TokenLoss`).
 
     Example:
         >>> @token_loss
@@ -208,7 +208,7 @@ def token_loss(per_token: PerToken) -> TokenLoss:
 
 
 def _aligned(data: LossData, num_tokens: int) -> dict[str, object]:
-    """Drop the first column of per-token tensors `[B, T, ...]`; keep everything else."""
+    """Drop the first column of per-token tensors `[B, T, ...]`, and keep everything else."""
     return {
         name: value[:, 1:] if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == num_tokens else value
         for name, value in data.items()

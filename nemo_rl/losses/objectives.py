@@ -66,7 +66,7 @@ def sequence_mean_ratio(log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 def token_weight(log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """`p(token) / q(token)` for each token, without a limit; infinite beyond the range of the number format."""
+    """`p(token) / q(token)` for each token, without a limit, or infinite beyond the number format."""
     return log_ratio_BT.exp()
 
 
@@ -139,7 +139,7 @@ type ObjectiveFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def clip_ratio(ratio_BT: Tensor, clip_min: float, clip_max: float) -> Tensor:
-    """`clamp(ratio, 1 - clip_min, 1 + clip_max)`; clip_max > clip_min is DAPO's clip-higher."""
+    """`clamp(ratio, 1 - clip_min, 1 + clip_max)`, which is DAPO's clip-higher if clip_max > clip_min."""
     return ratio_BT.clamp(1 - clip_min, 1 + clip_max)
 
 

@@ -202,7 +202,7 @@ class ClippedPGLossFn:
 
 
 def _sequence_means(cfg: ClippedPGLossConfig, loss_type: LossType, penalties: Iterable[str]) -> frozenset[str]:
-    """Return the names of the metrics that are means over sequences; the others are means over tokens."""
+    """Return the names of the metrics that are means over sequences and not over tokens."""
     names = {"mean_seq_mult_prob_error", "mean_seq_mult_prob_error_after_mask"}
     if loss_type is LossType.SEQUENCE_LEVEL:
         names |= {"loss", "kl_penalty", *penalties}
@@ -261,7 +261,7 @@ def positive_nll(batch: PolicyBatch) -> Tensor:
 
 
 def kl_to_reference(batch: PolicyBatch, *, cfg: ClippedPGLossConfig) -> Tensor:
-    """Weighted KL estimate per token; the weight's gradient is the score-function part, see `divergence`.
+    """Weighted KL estimate per token, where the weight's gradient is the score-function part (see `divergence`).
 
     The weight is `p_now / p_engine` with `use_on_policy_kl_approximation`, else `p_now / stop(p_now)`, which is 1; of
     the token, or the sequence's geometric mean with `sequence_level_kl_weight`.

@@ -63,7 +63,7 @@ def hinge_pair_loss(chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
 
 
 def margin_pair_loss(chosen_P: Tensor, rejected_P: Tensor, *, margin: float) -> Tensor:
-    """`-log sigmoid(m - margin)`: SimPO, arXiv 2405.14734, equation 6; reward models with a margin."""
+    """`-log sigmoid(m - margin)`, for SimPO (arXiv 2405.14734, equation 6) and reward models with a margin."""
     return -logsigmoid(chosen_P - rejected_P - margin)
 
 
@@ -142,7 +142,7 @@ def make_variant(name: str, beta: float, label_smoothing: float, target_margin: 
 
 @dataclass(frozen=True, kw_only=True)
 class DPOLossConfig:
-    """Options of `DPOLossFn`; the section `dpo` has the same names."""
+    """Options of `DPOLossFn`, with the names that the section `dpo` has."""
 
     reference_policy_kl_penalty: float
     """Beta, the factor between log-ratio and reward."""
@@ -313,7 +313,7 @@ def split_pairs(rows_B: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pair_mask(sample_mask_B: Tensor) -> Tensor:
-    """Return the mask `[P]` of pairs; a pair counts if both of its rows count."""
+    """Return the mask `[P]` of pairs, which count if both of their rows count."""
     chosen_P, rejected_P = split_pairs(sample_mask_B)
     return torch.minimum(chosen_P, rejected_P)
 
@@ -330,7 +330,7 @@ def _per_row(values_BT: Tensor, mask_BT: Tensor, average: bool) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class KTOLossConfig:
-    """Options of `KTOLossFn`; the section `dpo` has the same names."""
+    """Options of `KTOLossFn`, with the names that the section `dpo` has."""
 
     reference_policy_kl_penalty: float
     """Beta, the factor between log-ratio and reward."""

@@ -71,10 +71,10 @@ def masked_var(values: Tensor, mask: Tensor, mean: Tensor | float | None = None,
 
 
 def masked_min(values: Tensor, mask: Tensor) -> Tensor:
-    """Smallest kept entry; `+inf` when none is kept, so that a minimum over parts is right."""
+    """Smallest kept entry, or `+inf` if none is kept, so that a minimum over parts is right."""
     return torch.where(mask != 0, values, torch.inf).min()
 
 
 def masked_max(values: Tensor, mask: Tensor) -> Tensor:
-    """Largest kept entry; `-inf` when none is kept, so that a maximum over parts is right."""
+    """Largest kept entry, or `-inf` if none is kept, so that a maximum over parts is right."""
     return torch.where(mask != 0, values, -torch.inf).max()

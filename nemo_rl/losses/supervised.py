@@ -89,7 +89,7 @@ LOG_TEACHER_OUTSIDE = -100.0
 
 
 class DistillationLossFn:
-    """Mean divergence over all tokens that count in the global batch; see the module docstring."""
+    """Mean divergence over all tokens that count in the global batch, as the module docstring describes."""
 
     loss_type = LossType.TOKEN_LEVEL
     input_type = LossInputType.DISTILLATION
@@ -162,7 +162,7 @@ class DistillationLossFn:
     def _divergences(
         self, student_BTk: Tensor, teacher_BTk: Tensor, H_all_BT: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return forward and reverse divergence at each position; None for a reverse one that lacks `H_all`."""
+        """Return forward and reverse divergence at each position, or None for the reverse one if `H_all` is missing."""
         log_q_BTk = torch.log_softmax(teacher_BTk.to(student_BTk.dtype), dim=-1)
         log_p_BTk = student_BTk if self.cfg.zero_outside_topk else torch.log_softmax(student_BTk, dim=-1)
         p_BTk = log_p_BTk.exp()

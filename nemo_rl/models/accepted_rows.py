@@ -31,7 +31,7 @@ class AcceptedRows:
     """Accepts rows that compute their own positions."""
 
     def refusal(self, row: RowInputs) -> str | None:
-        """Return why a row is refused; None if it is accepted."""
+        """Return why a row is refused, or None if it is accepted."""
         if (self.inputs or not row.inputs) and (self.positions or row.positions is None):
             return None
         takes = ["token ids"] + ["further inputs"] * self.inputs + ["positions of their own"] * self.positions
@@ -50,7 +50,7 @@ class AcceptedRows:
 
 
 def require_parameters(module: nn.Module, names: Iterable[str]) -> None:
-    """Check that a module's forward names these arguments; many forwards swallow unknown ones without using them.
+    """Require that a module's forward names these arguments, because many forwards ignore unknown arguments.
 
     Raises:
         ConfigError: it does not.

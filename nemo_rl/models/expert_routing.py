@@ -68,7 +68,7 @@ def require_layers(experts: Tensor, layers: int, of_token: int) -> None:
 
 
 class ReplayCounts:
-    """Counts the tokens of an update whose experts were replayed, on all ranks; padding does not count.
+    """Counts an update's tokens, without padding, whose experts were replayed, on all ranks.
 
     Args:
         device: device on which the model computes.
@@ -88,7 +88,7 @@ class ReplayCounts:
         self._counts += torch.stack([reported.sum(), real_tokens.sum()])
 
     def end_update(self) -> dict[str, float]:
-        """Return the shares of tokens that were replayed, and that fell back to the routers' choice; collective.
+        """Return the shares of tokens with replayed experts and with the routers' choice, in a collective call.
 
         If several ranks see the same tokens, all counts grow by the same factor.
         """

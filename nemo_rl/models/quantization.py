@@ -52,7 +52,7 @@ class BlockFormat:
     "e8m0": the same power as its exponent plus 127, uint8."""
 
     def grid(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Return the number of blocks of a matrix in each direction; the last ones may be cut off."""
+        """Return the number of blocks of a matrix in each direction, of which the last may be cut off."""
         num_rows, num_columns = shape
         return -(-num_rows // self.rows), -(-num_columns // self.columns)
 
@@ -116,7 +116,7 @@ def dequantize(quantized: Quantized, block_format: BlockFormat, dtype: torch.dty
 
 
 def rounded(matrix: Tensor, block_format: BlockFormat) -> Tensor:
-    """Quantize a matrix and dequantize it again; the result has the dtype of the matrix."""
+    """Quantize a matrix and dequantize it again to its own dtype."""
     return dequantize(quantize(matrix, block_format), block_format, matrix.dtype)
 
 
@@ -134,7 +134,7 @@ def _without_padding(blocks: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _exponents_above(scales: Tensor) -> Tensor:
-    """Return the least n with `2^n >= scale`, within the range of e8m0; exact, unlike a rounded logarithm."""
+    """Return the least n with `2^n >= scale`, within the range of e8m0, exactly and not by a rounded logarithm."""
     fractions, exponents = torch.frexp(scales)  # fractions are in [0.5, 1)
     exponents = exponents - (fractions == 0.5).int()
     return exponents.clamp(-_EXPONENT_BIAS + 1, _MOST_EXPONENT - _EXPONENT_BIAS)
@@ -146,7 +146,7 @@ _MATRIX_OF_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:.*\.)?(?:\w+_proj(?:_
 
 @dataclass(frozen=True)
 class WeightQuantization:
-    """Quantizes weights for engines; see `weight_sync.exchange.Encoding`."""
+    """Quantizes weights for engines (see `weight_sync.exchange.Encoding`)."""
 
     block_format: BlockFormat
     """Format of the matrices."""
@@ -215,7 +215,7 @@ SIMULATED = (
 
 
 def weight_quantization(policy: PolicyConfig, cluster: ClusterConfig) -> WeightQuantization | None:
-    """Return how the weights of engines are quantized; None if `policy.generation` does not ask for float8.
+    """Return how the engines' weights are quantized, or None if `policy.generation` does not ask for float8.
 
     vLLM's CPU build multiplies float8 matrices only on processors with AMX, so on CPUs float8 is simulated.
     """

@@ -1,3 +1,3 @@
-"""Speed-ups of start-up and CPU steps that reach into other libraries; `table` lists them, `cluster.optimizations`
-switches them.
+"""Speed-ups of start-up and CPU steps that reach into other libraries, listed in `table` and switched by
+`cluster.optimizations`.
 """

@@ -72,7 +72,7 @@ _socket: str | None = None
 
 
 def start_fork_server(libraries: Callable[[], Sequence[str]] = tuple) -> None:
-    """Import `PRELOADED` in this process and fork the server; do nothing where that is not safe.
+    """Import `PRELOADED` in this process and fork the server, or do nothing where that is not safe.
 
     Call it once in a process, from its main thread. The server ends with this process.
 
@@ -99,7 +99,7 @@ def start_fork_server(libraries: Callable[[], Sequence[str]] = tuple) -> None:
 
 
 def server_socket() -> str | None:
-    """Return the path of the server's socket; None if this process has no server."""
+    """Return the path of the server's socket, or None if this process has no server."""
     return _socket
 
 
@@ -108,7 +108,7 @@ def _num_threads() -> int:
 
 
 def _wanted_threads(environment: Mapping[str, str]) -> int:
-    """Return the number of threads that OpenMP reads for the outermost level; 0 if there is no valid number."""
+    """Return the number of threads that OpenMP reads for the outermost level, or 0 if there is no valid number."""
     first = environment.get("OMP_NUM_THREADS", "").split(",")[0]
     return int(first) if first.isdigit() else 0
 
@@ -129,7 +129,7 @@ def _preload() -> None:
 
 
 def _fork_server(libraries: Sequence[str]) -> str:
-    """Fork the server; return the path of its socket."""
+    """Fork the server and return the path of its socket."""
     ours, servers = socket.socketpair()
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # the program may have replaced or closed it
@@ -173,7 +173,7 @@ def needs_own_start(environment: Mapping[str, str]) -> bool:
 
 
 def _read_before(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that libraries read before or while they are imported; forks must all have the same."""
+    """Return the variables that libraries read until they are imported, so that forks must agree in them."""
     return {
         name: value for name, value in environment.items() if name.startswith(_READ_EARLY) and name not in _READ_LATE
     }
@@ -223,14 +223,14 @@ def _end_workers() -> None:
 
 
 def _children() -> list[int]:
-    """Return the ids of the processes that this one has forked; empty where the kernel does not list them."""
+    """Return the ids of the processes that this one has forked, or none where the kernel does not list them."""
     with suppress(OSError):
         return [int(child) for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
     return []
 
 
 def _fork_worker(listener: socket.socket, driver: socket.socket) -> None:
-    """Answer one request; the sender of an invalid one gets no answer, and starts the worker itself."""
+    """Answer one request, unless it is invalid, in which case the sender starts the worker itself."""
     connection, _ = listener.accept()
     with connection, suppress(OSError, ValueError):
         start, descriptors = receive_start(connection)
@@ -278,7 +278,7 @@ def _become_worker(start: WorkerStart, descriptors: Sequence[int]) -> NoReturn:
 
 
 def _open_streams() -> None:
-    """Open Python's standard streams on this process's own descriptors; the driver may have replaced them."""
+    """Open Python's standard streams on this process's own descriptors, since the driver may have replaced them."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         stream = open(number, "w" if number else "r", buffering=1, closefd=False)  # noqa: SIM115
         setattr(sys, name, stream)

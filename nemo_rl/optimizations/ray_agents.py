@@ -1,4 +1,4 @@
-"""Replace the two agents that a raylet of Ray starts and waits for; see `lean_ray`.
+"""Replace the two agents that a raylet of Ray starts and waits for (see `lean_ray`).
 
     python ray_agents.py dashboard <session folder> <node id>
     python ray_agents.py runtime_env <session folder> <node id> <address> <command of Ray's agent ...>
@@ -27,7 +27,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(kind: str, session_dir: str, node_id: str, *rest: str) -> None:
-    """Write the ports and wait; never return."""
+    """Write the ports and wait, without ever returning."""
     # Not `os.getppid()`: the raylet may have ended already.
     parent = int(os.environ["RAY_RAYLET_PID"])
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -45,7 +45,7 @@ class WorkerStart:
         return cls(arguments, dict(os.environ), os.getcwd(), resource.getrlimit(resource.RLIMIT_NOFILE), score)
 
     def take_limits(self) -> None:
-        """Apply the limits to this process; the score only where that needs no privilege."""
+        """Apply the limits to this process, and the score only where it needs no privilege."""
         soft, hard = self.open_files
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         with suppress(OSError), open(_OOM_SCORE, "w") as file:
@@ -69,7 +69,7 @@ def _is_plain(arguments: Sequence[str]) -> bool:
 
 
 def _ask(path: str, arguments: Sequence[str]) -> bool:
-    """Send this process's description and standard streams to the server; return whether it forked the worker."""
+    """Send this process's description and standard streams to the server, and return whether it forked the worker."""
     try:
         start = WorkerStart.of_this_process(arguments)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:

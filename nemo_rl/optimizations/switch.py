@@ -1,4 +1,4 @@
-"""Decide in each process which optimizations run: those that the run asks for and the installed libraries allow.
+"""Decide in each process which of the requested optimizations the installed libraries allow.
 
 Invariant: an optimization never runs with a version of a library that it was not written for.
 """
@@ -113,7 +113,7 @@ def _fits(name: str) -> bool:
 
 
 def differing_versions(optimization: Optimization) -> list[str]:
-    """Name the libraries whose installed version is not the one that an optimization was written for."""
+    """Name the libraries whose installed version differs from the version that an optimization was written for."""
     return [
         f"{library} {wanted}, and {found or 'no version'} is installed"
         for library, wanted in optimization.written_for.items()
@@ -122,7 +122,7 @@ def differing_versions(optimization: Optimization) -> list[str]:
 
 
 def installed_version(library: str) -> str | None:
-    """Return the version without a build's suffix (`2.13.0` of `2.13.0+cpu`); None if the library is absent.
+    """Return the version without a build's suffix (`2.13.0` of `2.13.0+cpu`), or None if the library is absent.
 
     Args:
         library: name of a package, or `python` for `major.minor` of the interpreter.

@@ -179,7 +179,7 @@ def thread_count_changes_bits(shapes: Iterable[tuple[int, int]], dtype: torch.dt
 
 @contextmanager
 def packing_threads() -> Iterator[None]:
-    """Compute on the threads that the process started with; loads and updates of weights belong in this block."""
+    """Compute loads and updates of weights in this block on the threads that the process started with."""
     before = torch.get_num_threads()
     set_threads(_THREADS_AT_START)
     try:

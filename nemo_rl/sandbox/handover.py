@@ -26,7 +26,7 @@ _MAX_CONNECTIONS = 64
 
 
 def relay(listener: socket.socket, address: tuple[str, int], stopped: socket.socket) -> None:
-    """Accept and relay connections until another socket can be read; end them then, and close the listening socket.
+    """Accept and relay connections until another socket can be read, then end them and close the listening socket.
 
     Args:
         listener: The listening socket.
@@ -48,7 +48,7 @@ class _Relay:
         server.close()  # `asyncio.run` cancels the connections
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Relay one connection; without the server, and beyond the limit, it is closed."""
+        """Relay one connection, or close it if the server is absent or the limit is reached."""
         if self._num_open >= _MAX_CONNECTIONS:
             writer.transport.abort()
             return
@@ -111,7 +111,7 @@ class Handover:
             os.close(self._folder)
 
     def files(self, names: Iterable[str], max_bytes: int) -> dict[str, bytes | None]:
-        """Read files that the program, which has ended, left in its folder; see `read_files`.
+        """Read files that an ended program left in its folder (see `read_files`).
 
         Raises:
             SandboxError: The folder did not arrive here, so nothing is known of its files.
@@ -135,7 +135,7 @@ class Handover:
             relay(socket.socket(fileno=given[1]), self._address, self._outside)
 
     def _end(self) -> None:
-        """End the thread; it still takes what was sent before."""
+        """End the thread after it took everything that was sent before."""
         with contextlib.suppress(OSError):  # closed before
             self._outside.shutdown(socket.SHUT_RD)
         self._thread.join(_END_DEADLINE_S)

@@ -26,7 +26,7 @@ def with_links(paths: Iterable[str]) -> list[str]:
 
 
 def _steps(path: str) -> list[str]:
-    """Return the links on the way to a path, and the path without links; nothing if it does not exist."""
+    """Return the links on the way to a path and the path without links, or nothing if the path does not exist."""
     links: list[str] = []
     while os.path.lexists(path) and len(links) < _MAX_LINKS:
         link = _first_link(path)
@@ -62,7 +62,7 @@ def make_plan(
     scratch: str,
     handover: int | None = None,
 ) -> dict[str, Any]:
-    """Return what the code inside needs to know, as values that `marshal` writes.
+    """Return the parameters of the code inside, as values that `marshal` writes.
 
     Args:
         mechanism: How the program is locked up.
@@ -127,7 +127,7 @@ def max_threads(mechanism: Mechanism, limits: Limits) -> int:
 
 
 def _own_processes(mechanism: Mechanism) -> int:
-    """Return how many processes of the sandbox itself the kernel counts with those of the program.
+    """Return how many processes of the sandbox itself the kernel counts with the program's processes.
 
     It counts the processes of one user, in one namespace of users. Root gives a program a user of its own: bubblewrap's
     first process inside keeps root's, ours takes the program's. Others make a namespace of users, where bubblewrap has

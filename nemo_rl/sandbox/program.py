@@ -60,7 +60,7 @@ _PORT_FOR_PRIVILEGED = 65010
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one run; a run that goes beyond is ended and the outcome says which limit it was."""
+    """Limits of one run, whose outcome says which limit has ended it."""
 
     wall_time_s: float = 10.0
     """Seconds from the start of the program."""
@@ -118,7 +118,7 @@ class Program:
 
 
 def port_inside(port: int) -> int:
-    """Return the port inside of a sandbox for one of a server; the kernel gives ports below 1024 only to root."""
+    """Return the port inside a sandbox for a server's port, because the kernel keeps those below 1024 for root."""
     return port if port >= _FIRST_FREE_PORT else _PORT_FOR_PRIVILEGED
 
 

@@ -31,7 +31,7 @@ _PROBE_ADDRESS = ("127.0.0.1", 65009)
 
 
 class Sandbox:
-    """Runs programs, each alone and locked up; safe to use from several threads at once.
+    """Runs programs, each alone and locked up, safely from several threads at once.
 
     A program sees a scratch folder that is empty but for its files and is its current folder, the files of its
     language read-only, and nothing else: no network, no environment variables, no `/proc`, no other process, unless the
@@ -112,7 +112,7 @@ def choose_mechanism(choice: Choice) -> Mechanism:
 
 @cache
 def why_unavailable(mechanism: Mechanism, with_address: bool = False) -> str | None:
-    """Return why a mechanism does not work on this machine; None if a program ran in it just now.
+    """Return why a mechanism does not work on this machine, or None if a program ran in it just now.
 
     Args:
         mechanism: What to try.
@@ -170,7 +170,7 @@ def _supervised(
 
 @contextmanager
 def _scratch_of(mechanism: Mechanism) -> Iterator[str]:
-    """Give the path of the scratch folder; make and remove it where programs share the machine's files."""
+    """Give the path of the scratch folder, which is made and removed here if programs share the machine's files."""
     if mechanism.has_own_files:
         yield SCRATCH
         return

@@ -60,7 +60,7 @@ def _raise(error: OSError) -> None:
 
 
 def read_file(folder: str | int, name: str, max_bytes: int) -> bytes | None:
-    """Read a file that a program left in its scratch folder; return None if it cannot be read.
+    """Read a file that a program left in its scratch folder, or return None if it cannot be read.
 
     Links, pipes and larger files cannot: a link would lead to a file that the program could not read.
 
@@ -90,7 +90,7 @@ def read_file(folder: str | int, name: str, max_bytes: int) -> bytes | None:
 
 
 def read_files(folder: str | int, names: Iterable[str], max_bytes: int) -> dict[str, bytes | None]:
-    """Read files as `read_file` does; those that do not exist are left out."""
+    """Read files as `read_file` does, and leave out files that do not exist."""
     contents: dict[str, bytes | None] = {}
     for name in names:
         with contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Start a locked-up process, read what it writes, and end it with everything that it started.
+"""Start a locked-up process, read its output, and end it with everything that it started.
 
     this thread ── selects on ── standard output and error: kept up to a limit
                               ├─ control: `init PID`, `ready`, `error TEXT` of the code inside; bubblewrap's report
@@ -47,7 +47,7 @@ class Usage:
 
 
 def usage_of(pid: int, max_threads: int) -> Usage:
-    """Return what a process and all its descendants use; zeros where it has ended.
+    """Return the usage of a process and all its descendants, with zeros if the process has ended.
 
     Args:
         pid: The process.
@@ -212,7 +212,7 @@ class Supervision:
         return ProgramOutcome(end, status, self._out.text(), self._err.text(), wall_time_s, cpu_time_s)
 
     def _start(self, launch: Launch) -> tuple[subprocess.Popen[bytes], int, dict[int, _Stream]]:
-        """Start the process; return it, a descriptor of it, and the reading ends of its pipes."""
+        """Start the process, and return it with a descriptor of it and the reading ends of its pipes."""
         with contextlib.ExitStack() as given, contextlib.ExitStack() as kept:
             try:
                 (out, out_inside), (err, err_inside) = _pipe(kept, given), _pipe(kept, given)
@@ -271,7 +271,7 @@ class Supervision:
             self._ready_at = time.monotonic()
 
     def _init_pid(self) -> int | None:
-        """Return what the code inside or bubblewrap reported as the first process of the namespace."""
+        """Return the first process of the namespace, as the code inside or bubblewrap reported it."""
         for line in self._control.kept.splitlines():
             if line.startswith(b"init "):
                 return int(line.split()[1])
@@ -306,10 +306,10 @@ class Supervision:
         return End.OUTPUT if self._out.overflowed or self._err.overflowed else None
 
     def _end_all(self) -> tuple[int, float]:
-        """Kill what is left, wait for it, and read what is left in the pipes; return exit code and processor time."""
+        """Kill what is left, wait for it, read the rest of the pipes, and return exit code and processor time."""
         try:
             self._read_left()
-            with contextlib.suppress(OSError):  # without a descriptor of it, the first process ends with its parent
+            with contextlib.suppress(OSError):  # without a pidfd, the first process ends with its parent
                 self._read_control()
             first = self._init[1] if self._init else self._pidfd
             _kill(first)
@@ -331,7 +331,7 @@ class Supervision:
             raise SandboxError(f"A program in a sandbox did not end within {_END_DEADLINE_S:g} s of SIGKILL.")
 
     def _read_left(self) -> None:
-        """Read what the pipes hold now, without waiting."""
+        """Read the present content of the pipes without waiting."""
         for pipe, stream in self._pipes.items():
             os.set_blocking(pipe, False)
             with contextlib.suppress(BlockingIOError):
@@ -352,7 +352,7 @@ def _pipe(kept: contextlib.ExitStack, given: contextlib.ExitStack) -> tuple[int,
 
 
 def _opened(process: subprocess.Popen[bytes]) -> int:
-    """Return a descriptor of a process; end the process where there can be none, since nothing would watch it."""
+    """Return a descriptor of a process, or end the process if it can have none and nothing could watch it."""
     try:
         return os.pidfd_open(process.pid)
     except OSError:

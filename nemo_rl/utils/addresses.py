@@ -39,7 +39,7 @@ async def read_at_most(response: "httpx.Response", most: int) -> bytes | None:
 
 
 def bound_socket(host: str, port: int, backlog: int = 1024) -> socket.socket:
-    """Return a socket that listens on an address of either family; port 0 takes a free one.
+    """Return a socket that listens on an address of either family, on a free port if the port is 0.
 
     Raises:
         OSError: the address cannot be used.
@@ -73,6 +73,6 @@ VARIABLE = "RAY_ADDRESS"
 
 
 def cluster_address() -> str | None:
-    """Return RAY_ADDRESS; None if it is unset, empty, or `local`: the run then starts its own Ray."""
+    """Return RAY_ADDRESS, or None if it is unset, empty, or `local`, so that the run starts its own Ray."""
     address = os.environ.get(VARIABLE, "").strip()
     return None if address in ("", "local") else address

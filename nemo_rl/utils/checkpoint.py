@@ -100,7 +100,7 @@ class CheckpointManager:
         )
 
     def find_resumable(self) -> Path | None:
-        """Return the newest checkpoint whose files match their checksums; None if there is no checkpoint at all.
+        """Return the newest checkpoint whose files match their checksums, or None if there is no checkpoint at all.
 
         Newer damaged ones are logged and renamed to `damaged_step_N`; the folder must be claimed. Files of
         `policy/optimizer` count only while that folder exists, so users may remove it on purpose.
@@ -124,7 +124,7 @@ class CheckpointManager:
         return None
 
     def _damage_of(self, folder: Path) -> str | None:
-        """Describe the damage of a checkpoint; None if there is none."""
+        """Describe the damage of a checkpoint, or return None if there is none."""
         try:
             wrong = _wrong_count(self.load_training_info(folder) or {})
             if wrong is not None:
@@ -168,7 +168,7 @@ class CheckpointManager:
     def get_resume_paths(
         last_checkpoint_path: PathLike | None, *, model_component: str = "policy"
     ) -> tuple[Path | None, Path | None]:
-        """Return a checkpoint's weights and optimizer folders; the latter is None if it was not saved."""
+        """Return a checkpoint's weights and optimizer folders, the latter as None if it was not saved."""
         if last_checkpoint_path is None:
             return None, None
         component = Path(last_checkpoint_path) / model_component
@@ -178,7 +178,7 @@ class CheckpointManager:
     def init_tmp_checkpoint(
         self, step: int, training_info: Mapping[str, Any], run_config: BaseModel | None = None
     ) -> Path:
-        """Start a checkpoint; the caller fills the returned folder and calls `finalize_checkpoint`.
+        """Start a checkpoint in the returned folder, which the caller fills before it calls `finalize_checkpoint`.
 
         Args:
             training_info: save state and metrics (`val:<name>`, `train:<name>`); numbers may be tensors or
@@ -200,7 +200,7 @@ class CheckpointManager:
         return folder
 
     def add_to_training_info(self, checkpoint_path: PathLike, values: Mapping[str, Any]) -> None:
-        """Add values to the training info of a checkpoint, complete or not; a checkpoint that was removed stays so.
+        """Add values to the training info of a checkpoint, complete or not, unless the checkpoint was removed.
 
         Raises:
             CheckpointError: the training info could not be read or written; the checkpoint is as before.
@@ -265,7 +265,7 @@ class CheckpointManager:
         return str(self.checkpoint_dir / f"step_{ranking[0]}") if ranking else None
 
     def load_training_info(self, checkpoint_path: PathLike | None = None) -> dict[str, Any] | None:
-        """Load the training info that `init_tmp_checkpoint` stored; of the newest checkpoint if no path is given.
+        """Load the training info that `init_tmp_checkpoint` stored, by default of the newest checkpoint.
 
         Raises:
             CheckpointError: the folder holds no readable save state.
@@ -325,7 +325,7 @@ class CheckpointManager:
         return sorted(steps, key=key, reverse=True)
 
     def _metric_of(self, step: int) -> float | None:
-        """Return the ranking metric of a checkpoint; None if it is absent, unreadable or not a finite number."""
+        """Return the ranking metric of a checkpoint, or None if it is absent, unreadable or not a finite number."""
         try:
             info = self.load_training_info(self.checkpoint_dir / f"step_{step}") or {}
         except CheckpointError as error:
@@ -343,7 +343,7 @@ def _as_json(info: Mapping[str, Any]) -> str:
 
 
 def _wrong_count(info: Mapping[str, Any]) -> str | None:
-    """Describe a wrong number in the save state; None if all are valid."""
+    """Describe a wrong number in the save state, or return None if all are valid."""
     for name in _COUNTS:
         value = info.get(name, 0)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -352,7 +352,7 @@ def _wrong_count(info: Mapping[str, Any]) -> str | None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder with its contents; remove only the link if it is a link."""
+    """Remove a folder with its contents, or only the link if it is a link."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -377,7 +377,7 @@ def _flush_folder(folder: Path) -> None:
 
 
 class CheckpointWrite:
-    """Context that rewords a failure while one checkpoint is written; other errors pass unchanged."""
+    """Context that rewords a failure while one checkpoint is written, and passes other errors unchanged."""
 
     def __init__(self, checkpoints: CheckpointManager, step: int):
         self._checkpoints = checkpoints

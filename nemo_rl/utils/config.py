@@ -1,4 +1,4 @@
-"""Configuration functions under NeMo RL's path; mostly re-exports.
+"""Configuration functions under NeMo RL's path, mostly re-exports.
 
 `load_config` here reads a file and its parents into a plain OmegaConf config. For the typed and checked configuration
 use `nemo_rl.config.load_config`.
@@ -18,7 +18,7 @@ from nemo_rl.config.loading.overrides import OverridesError, parse_hydra_overrid
 
 
 def load_config(config_path: str | Path) -> DictConfig:
-    """Read a YAML file with the files it inherits from; interpolations are not resolved."""
+    """Read a YAML file with the files it inherits from, without resolving interpolations."""
     return load_config_with_inheritance(config_path)
 
 

@@ -37,7 +37,7 @@ class DataError(NemoRLError, ValueError):
 
 
 class ReplayError(NemoRLError, RuntimeError):
-    """A recorded step cannot be repeated; the message says why."""
+    """A recorded step cannot be repeated, for the reason in the message."""
 
     exit_status = 2
 
@@ -51,23 +51,23 @@ class VenvError(NemoRLError, RuntimeError):
 
 
 class SandboxError(NemoRLError, RuntimeError):
-    """This machine cannot lock programs up, or a sandbox failed; the program of the message did not run."""
+    """This machine cannot lock programs up, or a sandbox failed, so that the program of the message did not run."""
 
 
 class DeadlineExceededError(NemoRLError, TimeoutError):
-    """A wait ran past its deadline; the message names phase, worker, rank and node."""
+    """A wait ran past its deadline, with phase, worker, rank and node in the message."""
 
 
 class WorkerDiedError(NemoRLError, RuntimeError):
-    """A worker process ended unexpectedly; the message holds its rank and last log lines."""
+    """A worker process ended unexpectedly, with its rank and last log lines in the message."""
 
 
 class NodeLostError(WorkerDiedError):
-    """A machine of the cluster is lost; the message holds its address, its id and the workers that ran there."""
+    """A machine of the cluster is lost, with its address, its id and the workers that ran there in the message."""
 
 
 class RunRestartError(NemoRLError, RuntimeError):
-    """Ranks died or hung more often than the run restarts its models; the message lists the causes."""
+    """Ranks died or hung more often than the run restarts its models, with the causes in the message."""
 
 
 class RayDiedError(NemoRLError, RuntimeError):
@@ -79,7 +79,7 @@ class WeightSyncError(NemoRLError, RuntimeError):
 
 
 class DownloadError(NemoRLError, ConnectionError):
-    """Files of a model or a data set did not arrive from the hub; the message holds the hub's answer."""
+    """Files of a model or a data set did not arrive from the hub, with the hub's answer in the message."""
 
 
 class CheckpointError(NemoRLError, RuntimeError):
@@ -118,11 +118,11 @@ class NothingToLearnError(NemoRLError, RuntimeError):
 
 
 class NonFiniteError(NemoRLError, ArithmeticError):
-    """Weights, gradients or scores hold NaN or infinity; the message names the tensors."""
+    """Weights, gradients or scores hold NaN or infinity, with the names of the tensors in the message."""
 
 
 class RunInterruptedError(NemoRLError, RuntimeError):
-    """A signal ended the run in order, and its state is saved; the same command continues it."""
+    """A signal ended the run in order and with its state saved, so that the same command continues it."""
 
     exit_status = os.EX_TEMPFAIL
 

@@ -111,7 +111,7 @@ def log_container_init_timing() -> None:
 
 
 class Logger(LoggerInterface):
-    """Logs to all backends; a backend that cannot be written causes a warning and does not end the run.
+    """Logs to all backends, and warns about a backend that cannot be written instead of ending the run.
 
     Args:
         log_dir: this run's folder; None takes `cfg.log_dir`.
@@ -153,7 +153,7 @@ class Logger(LoggerInterface):
         self._on_all(log)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """See `LoggerInterface.log_hyperparams`; secrets in it are hidden, because trackers show it to others."""
+        """Log hyperparameters (see `LoggerInterface`) with hidden secrets, because trackers show them to others."""
         shown = without_secrets(params)
         self._on_all(lambda backend: backend.log_hyperparams(shown))
 
@@ -186,7 +186,7 @@ class Logger(LoggerInterface):
         self._on_all(lambda backend: backend.close())
 
     def finish(self) -> None:
-        """Close all backends; the same as `close`."""
+        """Close all backends as `close` does."""
         self.close()
 
     def _on_all(self, log: Callable[[LoggerInterface], None]) -> None:
@@ -197,7 +197,7 @@ class Logger(LoggerInterface):
 
 
 def make_backends(cfg: LoggerConfig, log_dir: Path, total_steps: int | None) -> list[LoggerInterface]:
-    """Build the console, the metrics file and every enabled tracker; if one fails, the others are closed again.
+    """Build the console, the metrics file and every enabled tracker, or close the others again if one fails.
 
     Raises:
         ConfigError: a tracker is enabled and its library or login is missing, or metrics cannot be served.
@@ -269,7 +269,7 @@ def print_message_log_samples(
 
 
 def _render(message_log: Sequence[Mapping[str, Any]], reward: float) -> str:
-    """Render one conversation as text in a frame; markup in the texts is not interpreted."""
+    """Render one conversation as text in a frame, without interpreting markup in the texts."""
     turns = [Text(f"{message['role']}: {message['content']}") for message in message_log]
     page = io.StringIO()
     Console(file=page, width=_PANEL_WIDTH).print(Panel(Group(*turns), title=f"reward {reward:g}"))

@@ -1,4 +1,4 @@
-"""Set up console logging of a driver process; `NRL_LOG_LEVEL` sets the level of nemo_rl's records.
+"""Set up console logging of a driver process, with the level `NRL_LOG_LEVEL` for nemo_rl's records.
 
 The main program calls it once. Invariant: records appear above a live progress bar, because the handler looks up
 `sys.stderr` for each record.
@@ -56,7 +56,7 @@ def _open_outputs() -> None:
 
 
 def wrapped(line: str, width: int = WIDTH) -> list[str]:
-    """Wrap a line between words at `width` characters (a longer word is not cut); continued lines are indented."""
+    """Wrap a line between words at `width` characters, with continued lines indented and longer words uncut."""
     if len(line) <= width:
         return [line]
     return textwrap.wrap(

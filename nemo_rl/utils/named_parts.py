@@ -42,7 +42,7 @@ class Registry[Part]:
         return name not in self.built_in and "." in name
 
     def path_of(self, name: str, what: str | None = None) -> str:
-        """The dotted path of the class that a name leads to; nothing is imported.
+        """The dotted path of the class that a name leads to, found without imports.
 
         Args:
             name: built-in name or dotted path.
@@ -59,7 +59,7 @@ class Registry[Part]:
         raise ConfigError(f"{problem}.{did_you_mean(name, self.built_in)} {self._advice}")
 
     def load(self, name: str, what: str) -> Any:
-        """Import what a name leads to.
+        """Import the object that a name leads to.
 
         Args:
             name: built-in name or dotted path.
@@ -71,7 +71,7 @@ class Registry[Part]:
         return import_dotted(self.path_of(name, what), ConfigError, what, self._advice)
 
     def class_of(self, name: str, what: str) -> type[Part]:
-        """Import the class that a name leads to and check its kind; arguments and errors as `load` and `checked`."""
+        """Import the class that a name leads to and check its kind, with the errors of `load` and `checked`."""
         return self.checked(self.load(name, what), what)
 
     def checked(self, found: Any, what: str) -> type[Part]:
@@ -97,7 +97,7 @@ class Registry[Part]:
         return checked_class
 
     def check_arguments(self, name: str, key: str, arguments: Mapping[str, Any], num_given: int = 0) -> None:
-        """Check a user's class and the arguments that the configuration has for it; nothing is constructed.
+        """Check a user's class and its configured arguments without constructing anything.
 
         Args:
             name: dotted path of the class.
@@ -190,7 +190,7 @@ def check_own_keys(made: type, key: str, values: Mapping[str, Any]) -> None:
 
 
 def methods_of(protocol: type) -> list[str]:
-    """Names of the methods that a protocol declares; its properties may be plain attributes of a class."""
+    """Names of the methods that a protocol declares, but not its properties, which may be plain attributes."""
     made_by_python = ("__init__", "__subclasshook__")
     return [
         name
@@ -249,7 +249,7 @@ def _in_words(error: Exception) -> str:
 
 
 def _hints_of(made: type) -> dict[str, Any]:
-    """Types of the constructor's parameters; none where annotations cannot be resolved."""
+    """Types of the constructor's parameters, or none where annotations cannot be resolved."""
     try:
         fields = typing.get_type_hints(made, include_extras=True)
         return fields | typing.get_type_hints(made.__init__, include_extras=True)  # type: ignore[misc]
@@ -258,7 +258,7 @@ def _hints_of(made: type) -> dict[str, Any]:
 
 
 def _converted(annotation: Any, value: Any) -> Any:
-    """A value as the annotation says, or as it is where pydantic does not know the type."""
+    """A value converted to the annotated type, or unchanged if pydantic does not know the type."""
     try:
         adapter: TypeAdapter[Any] = TypeAdapter(annotation)
     except (PydanticSchemaGenerationError, PydanticUserError):

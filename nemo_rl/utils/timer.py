@@ -34,7 +34,7 @@ class Timer:
         self._elapsed: dict[str, list[float]] = {}
 
     def start(self, label: str, should_log: bool = True) -> None:
-        """Start a stopwatch; `should_log` has no effect, because nothing is written.
+        """Start a stopwatch, and ignore `should_log`, because nothing is written.
 
         Raises:
             ValueError: the stopwatch is running already.
@@ -44,7 +44,7 @@ class Timer:
         self._running[label] = time.perf_counter()
 
     def stop(self, label: str, should_log: bool = True) -> float:
-        """Stop a stopwatch; store and return the seconds.
+        """Stop a stopwatch, and store and return the seconds.
 
         Raises:
             ValueError: the stopwatch is not running.
@@ -93,7 +93,7 @@ class Timer:
         return float(_REDUCTIONS[operation](self.get_elapsed(label)))  # type: ignore[operator]
 
     def get_timing_metrics(self, reduction_op: str | Mapping[str, str] = "mean") -> dict[str, float]:
-        """Return one number per label; `reduction_op` may name the operation for each."""
+        """Return one number per label, by an operation that `reduction_op` may name for each."""
         if isinstance(reduction_op, str):
             return {label: self.reduce(label, reduction_op) for label in self._elapsed}
         return {label: self.reduce(label, reduction_op.get(label, "mean")) for label in self._elapsed}
@@ -109,7 +109,7 @@ class Timer:
 
 
 class BusyClock:
-    """Measures the time during which at least one of several overlapping pieces of work runs; for one thread."""
+    """Measures the time during which at least one of several overlapping pieces of work runs, on one thread."""
 
     def __init__(self) -> None:
         self._num_running = 0

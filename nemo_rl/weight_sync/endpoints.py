@@ -70,7 +70,7 @@ def make_receiver_transport(spec: TransportSpec, rank: int) -> ReceiverTransport
 
 
 class WeightSender:
-    """Streams the weights of the trainer ranks as buckets, one of every lane at a time; one object on each rank.
+    """Streams the weights of a trainer rank, which has one such object, as buckets, one of every lane at a time.
 
     Args:
         lanes: the lanes of the stream.
@@ -107,7 +107,7 @@ class WeightSender:
 
     @property
     def encoding(self) -> Encoding | None:
-        """The encoding of the weights; None if they are sent as they are."""
+        """The encoding of the weights, or None if they are sent unchanged."""
         return self._encoding
 
     @property
@@ -116,7 +116,7 @@ class WeightSender:
         return self._exchange.received_bytes
 
     def begin(self, weights: HeldWeights) -> None:
-        """Start a stream; collective if the weights are not those of the last stream.
+        """Start a stream, in a collective call if the weights are not those of the last stream.
 
         Raises:
             WeightSyncError: ranks disagree about a tensor, or do not hold all of it; or the encoding takes no weight.
@@ -166,7 +166,7 @@ class WeightSender:
         return bucket
 
     def send(self, bucket: Bucket) -> None:
-        """Send a packed bucket; only sending transports do anything."""
+        """Send a packed bucket, if the transport is a sending one."""
         transport = self._transports[bucket.lane]
         if transport is not None and transport.needs_send and bucket.slots:
             transport.send(bucket)
@@ -235,7 +235,7 @@ class WeightReceiver:
             torch.cuda.synchronize(flat.device)
 
     def finish(self, unbound: list[str]) -> SyncReceipt:
-        """Close the stream; `unbound` names engine parameters that received nothing."""
+        """Close the stream, with the engine parameters that received nothing as `unbound`."""
         self._receipt.unbound = unbound
         return self._receipt
 

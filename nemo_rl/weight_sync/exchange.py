@@ -280,7 +280,7 @@ def _fill_slot(values: torch.Tensor, slot: TensorSlot, blocks: Blocks) -> None:
 
 
 class BlockReader:
-    """Reads a rank's blocks step by step; all ranks read to the end."""
+    """Reads a rank's blocks step by step, to the end on all ranks."""
 
     def __init__(self, weights: HeldWeights) -> None:
         self._described = {held.name: held for held in weights.described()}
@@ -300,7 +300,7 @@ class BlockReader:
 
 
 def everywhere(weights: HeldWeights, group: dist.ProcessGroup | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and whole tensor of each weight, on every rank; collective.
+    """Yield name and whole tensor of each weight on every rank, in a collective call.
 
     Tensors may share memory with others that are yielded.
 
@@ -321,7 +321,7 @@ def everywhere(weights: HeldWeights, group: dist.ProcessGroup | None) -> Iterato
 
 
 class Encoding(Protocol):
-    """Decides what is sent for each weight."""
+    """Decides in which form each weight is sent."""
 
     def takes(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return whether something else is sent for a weight."""

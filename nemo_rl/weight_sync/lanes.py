@@ -84,7 +84,7 @@ class Trainers(Protocol):
 
 @dataclass(frozen=True)
 class LaneOfWorkers:
-    """A lane and the ranks of its workers among those of all engines."""
+    """A lane and the ranks of its workers among all engines' workers."""
 
     lane: Lane
     workers: Sequence[int]
@@ -114,7 +114,7 @@ class LaneChoice:
         return self._may_divide and not self._is_proven
 
     def must_meet(self, num_workers: int, membership: int) -> bool:
-        """Return whether a trainer rank and the workers will form new process groups; arguments as in `of`."""
+        """Return whether a trainer rank and the workers will form new process groups, from the arguments of `of`."""
         return self._spec.name == "collective" and self._key(num_workers, membership) != self._made_for
 
     def of(self, num_workers: int, membership: int) -> list[LaneOfWorkers]:
@@ -153,7 +153,7 @@ class LaneChoice:
         return dataclasses.replace(self._spec, master_address=address, master_port=port, receivers=workers, extra=extra)
 
     def start_over(self) -> None:
-        """Send whole tensors, to learn what is read; an interrupted trial proves nothing."""
+        """Send whole tensors, to learn what is read, because an interrupted trial proves nothing."""
         self._reads = None
 
     def learn(self, reads: Sequence[BlocksByName]) -> bool:

@@ -1,4 +1,4 @@
-"""Parts of tensors: those that an engine's loaders read, and those that a trainer rank holds.
+"""Parts of tensors, as an engine's loaders read them and as a trainer rank holds them.
 
 Describe parts of tensors, and find out which parts of a checkpoint's tensors an engine's loaders read. An engine of
 several ranks divides its layers in ways that only its own code knows: rows, columns, fused projections, experts,
@@ -198,7 +198,7 @@ class SharedReads[K: Hashable]:
 
 
 class ReadableWeights:
-    """Weights that are read one by one; see `HeldWeights`.
+    """Weights that are read one by one (see `HeldWeights`).
 
     Args:
         weights: the weights, in any order.
@@ -224,7 +224,7 @@ class ReadableWeights:
 
 
 class WholeWeights:
-    """Tensors that this rank holds whole; see `HeldWeights`.
+    """Tensors that this rank holds whole (see `HeldWeights`).
 
     Args:
         iterate: yields name and tensor; called once for each stream, and before the first one to describe them.

@@ -83,7 +83,7 @@ class SenderTransport(Protocol):
     """True if `send` must run while receivers receive."""
 
     def buffer(self, num_bytes: int, index: int) -> torch.Tensor:
-        """Return a uint8 buffer of at least `num_bytes` for bucket `index`; bucket `index + 2` reuses it."""
+        """Return a uint8 buffer of at least `num_bytes` for bucket `index`, which bucket `index + 2` reuses."""
 
     def publish(self, bucket: Bucket) -> None:
         """Add the handle with which receivers on this node or device open the packed buffer."""
@@ -99,7 +99,7 @@ class ReceiverTransport(Protocol):
     """Transport half in a generator."""
 
     def receive(self, bucket: Bucket) -> torch.Tensor:
-        """Return the bucket's bytes as a uint8 tensor; valid until bucket `index + 2` is received."""
+        """Return the bucket's bytes as a uint8 tensor, which is valid until bucket `index + 2` is received."""
 
     def close(self) -> None:
         """Free mappings and groups."""
@@ -167,7 +167,7 @@ def map_memory(handle: MemoryHandle) -> torch.Tensor:
 
 
 class SharedMemorySender:
-    """Trainer half; only one rank per node uses it, see `WeightSender`."""
+    """Trainer half, which only one rank per node uses (see `WeightSender`)."""
 
     needs_send = False
 
@@ -176,7 +176,7 @@ class SharedMemorySender:
         self._buffers: dict[int, SharedBuffer] = {}
 
     def buffer(self, num_bytes: int, index: int) -> torch.Tensor:
-        """See `SenderTransport.buffer`; grows by allocating new memory, so old mappings stay valid."""
+        """See `SenderTransport.buffer`. It grows by allocating new memory, so old mappings stay valid."""
         slot = index % _NUM_BUFFERS
         held = self._buffers.get(slot)
         if held is None or held.flat.numel() < num_bytes:
@@ -274,7 +274,7 @@ class CudaIpcSender:
         self._buffers: dict[int, _ExportedBuffer] = {}
 
     def buffer(self, num_bytes: int, index: int) -> torch.Tensor:
-        """See `SenderTransport.buffer`; on this rank's GPU."""
+        """See `SenderTransport.buffer`. The buffer is on this rank's GPU."""
         slot = index % _NUM_BUFFERS
         held = self._buffers.get(slot)
         if held is None or held.flat.numel() < num_bytes:
@@ -408,20 +408,20 @@ class GroupMember:
             torch.cuda.current_stream(flat.device).synchronize()
 
     def _limit(self, num_bytes: int) -> timedelta:
-        """Return how long a broadcast may take; gloo notices a dead peer by itself."""
+        """Return the time limit of a broadcast, which can be long for gloo, as it notices a dead peer by itself."""
         if not self._on_gpu:
             return self._timeout
         return min(self._timeout, timedelta(seconds=BROADCAST_TIMEOUT_S + num_bytes / LEAST_BYTES_PER_S))
 
     def leave(self) -> None:
-        """Close this member's connections; an NCCL communicator frees its GPU memory here, not when it is collected."""
+        """Close this member's connections, and free an NCCL communicator's GPU memory before its collection."""
         if self._group is not None and self._on_gpu:
             self._group.abort()  # all broadcasts have been waited for, so that no work is lost
         self._group = None
 
 
 def _join(spec: TransportSpec, rank: int) -> Any:
-    """Join the other members at the spec's address; return a backend with `broadcast`: gloo on CPU, NCCL on CUDA."""
+    """Join the other members at the address, and return a backend with `broadcast` (gloo on CPU, NCCL on CUDA)."""
     timeout = timedelta(seconds=min(spec.timeout_s, JOIN_TIMEOUT_S))
     store = open_store(spec.master_address, spec.master_port, rank, spec.world_size, timeout)
     named = dist.PrefixStore(f"nemo_rl-{spec.run_id}-{spec.extra.get('epoch', 0)}", store)
@@ -492,7 +492,7 @@ class CollectiveReceiver:
         self._member = GroupMember(spec, rank)
 
     def receive(self, bucket: Bucket) -> torch.Tensor:
-        """See `ReceiverTransport.receive`; blocks until trainer rank 0 sends."""
+        """See `ReceiverTransport.receive`. It blocks until trainer rank 0 sends."""
         flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._spec.device)
         self._member.broadcast(flat)
         return flat

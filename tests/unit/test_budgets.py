@@ -28,7 +28,7 @@ DOCUMENTATION = 0.404
 """Lines of docstrings and of texts below fields, for each line of code."""
 IMPORTS = 0.132
 """Lines of imports, for each line of code."""
-SEMICOLONS = 1710
+SEMICOLONS = 0
 """Summaries of docstrings with a semicolon: two thoughts."""
 NAMES_OF_SEVERAL_CLASSES = 1
 LONG_SIGNATURES = 41

@@ -171,7 +171,7 @@ def _choice(body: Body, index: int, answer: CallAnswer) -> Mapping[str, Any]:
 
 
 def _chunk_choices(body: Body, index: int, answer: CallAnswer) -> Iterator[Mapping[str, Any]]:
-    """Return the choices of an answer's chunks; the second one has the log probabilities and tokens of all of them."""
+    """Return the choices of an answer's chunks, of which the second has the log probabilities and tokens of all."""
     deltas = [*_deltas(answer), {}]
     for position, delta in enumerate(deltas):
         is_last = position == len(deltas) - 1

@@ -56,7 +56,7 @@ class Completions:
     def events(
         self, body: Body, request: CallRequest, answers: Sequence[CallAnswer], memory: SessionMemory
     ) -> Iterator[Event]:
-        """See `Dialect.events`: for each answer a chunk with its text, and one with the reason of its end."""
+        """See `Dialect.events`: for each answer a chunk with its text, and a chunk with the reason of its end."""
         head = stream_header(body, answers, "text_completion", _ID_PREFIX)
         prompt = prompt_token_ids(body, answers)
         for index, answer in enumerate(answers):
@@ -72,7 +72,7 @@ class Completions:
 
 
 def _prompt(fields: Fields) -> str | Sequence[int]:
-    """Read a prompt; a list of one prompt is that prompt."""
+    """Read a prompt, which may also be a list of one prompt."""
     prompt = fields.values.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         (prompt,) = prompt
@@ -100,7 +100,7 @@ def _choice(body: Body, index: int, answer: CallAnswer) -> dict[str, Any]:
 
 
 def _logprobs(answer: CallAnswer, with_top: bool) -> Mapping[str, Any]:
-    """Return the log probabilities; as the most likely token the sampled one is given, the only one that is known."""
+    """Return the log probabilities, in which the sampled token is the only known candidate for each position."""
     scored = list(scored_tokens(answer))
     texts = [text for text, _ in scored]
     offsets = list(accumulate(map(len, texts), initial=0))[:-1]

@@ -45,7 +45,7 @@ class Fields:
         return self.values.get(name) is not None
 
     def wrong(self, name: str, allowed: str) -> CallError:
-        """Return an error that a field is not one of the allowed values."""
+        """Return an error that the value of a field is not allowed."""
         return _wrong(self.name_of(name), self.values.get(name), allowed)
 
     def text(self, name: str, default: str | None = None) -> str | None:
@@ -58,7 +58,7 @@ class Fields:
         return default if value is None else _text(value, self.name_of(name))
 
     def required_text(self, name: str, *, may_be_empty: bool = False) -> str:
-        """Return a text that has to be given.
+        """Return a required text field.
 
         Raises:
             CallError: the field is missing, no text, or empty.
@@ -69,7 +69,7 @@ class Fields:
         return text
 
     def one_of(self, name: str, allowed: Collection[str]) -> str:
-        """Return a text that is one of the allowed ones.
+        """Return a text that is among the allowed texts.
 
         Raises:
             CallError: the field is missing or not one of them.
@@ -91,7 +91,7 @@ class Fields:
         return default if value is None else value
 
     def integer(self, name: str, low: int, high: int) -> int | None:
-        """Return an integer from `low` to `high`, both included; None if the field is left out.
+        """Return an integer from `low` to `high`, both included, or None if the field is left out.
 
         Raises:
             CallError: the field is something else.
@@ -104,7 +104,7 @@ class Fields:
         return value
 
     def number(self, name: str, low: float, high: float) -> float | None:
-        """Return a number from `low` to `high`, both included; None if the field is left out.
+        """Return a number from `low` to `high`, both included, or None if the field is left out.
 
         Raises:
             CallError: the field is something else.
@@ -134,7 +134,7 @@ class Fields:
         return tuple(_text(each, self.name_of(name)) for each in each_of)
 
     def items(self, name: str) -> Sequence[Any]:
-        """Return a list of any values; an empty one if it is left out.
+        """Return a list of any values, which is empty if the field is left out.
 
         Raises:
             CallError: the field is something else.
@@ -161,7 +161,7 @@ class Fields:
             yield type(self)(each, f"{self.name_of(name)}[{index}]")
 
     def object(self, name: str) -> Self | None:
-        """Return an object; None if it is left out.
+        """Return an object, or None if the field is left out.
 
         Raises:
             CallError: the field is something else.
@@ -170,7 +170,7 @@ class Fields:
         return None if value is None else type(self)(value, self.name_of(name))
 
     def json_object(self, name: str) -> dict[str, Any] | None:
-        """Return an object whose content is passed on, for example a schema; None if it is left out.
+        """Return an object whose content is passed on, for example a schema, or None if the field is left out.
 
         Raises:
             CallError: the field is something else, or has a number or a text in it that JSON cannot hold.
@@ -200,7 +200,7 @@ class Fields:
                 raise self.unsupported(name, advice)
 
     def unsupported(self, name: str, advice: str) -> CallError:
-        """Return an error that the endpoint does not do what a field asks for.
+        """Return an error that the endpoint does not support the value of a field.
 
         Args:
             name: the field.
@@ -264,7 +264,7 @@ SEPARATOR = "\n"
 
 
 def parts_of(message: Fields, text_type: str, name: str = "content") -> Iterator[Fields]:
-    """Return the parts of a content; a text is one part, and a content that is left out has none.
+    """Return the parts of a content: one part for a text, and no parts if the content is left out.
 
     Args:
         message: the object that has the content.
@@ -323,7 +323,7 @@ def part_text(part: Fields, text_types: Collection[str]) -> str:
 
 
 def not_a_text(part: Fields, text_types: Collection[str]) -> CallError:
-    """Return an error that a part is not one that can be read."""
+    """Return an error that a part cannot be read."""
     return part.unsupported("type", f"The policy reads texts only: give parts of type {' or '.join(text_types)}.")
 
 

@@ -20,7 +20,7 @@ class Event(NamedTuple):
 
 
 class Dialect(Protocol):
-    """Translates one API. Objects have no state; what a session keeps is in its memory."""
+    """Translates one API without state, since the memory of a session holds everything that it keeps."""
 
     path: str
     """Path of the API below the endpoint's address, for example `/v1/chat/completions`."""

@@ -126,7 +126,7 @@ def blocks_of(answer: CallAnswer) -> list[Block]:
 
 
 def _input_of(call: AnsweredToolCall) -> Mapping[str, Any]:
-    """Return the arguments of a call as an object; see `UNPARSED` for those that are none."""
+    """Return the arguments of a call as an object, or an object with only `UNPARSED` if they cannot be parsed."""
     parsed = _parsed(call.arguments)
     # An object of the model that looks like the one of a text is written as a text too, to be read as it was.
     return {UNPARSED: call.arguments} if parsed is None or _is_unparsed(parsed) else parsed
@@ -142,7 +142,7 @@ def _is_unparsed(given: Mapping[str, Any]) -> bool:
 
 
 def _parsed(arguments: str) -> Mapping[str, Any] | None:
-    """Return the object of a JSON text; None if it is another value, or JSON cannot write it again."""
+    """Return the object of a JSON text, or None if it is another value or JSON cannot write it again."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -151,7 +151,7 @@ def _parsed(arguments: str) -> Mapping[str, Any] | None:
 
 
 def empty_block(block: Block) -> Block:
-    """Return a block as it is before its content is streamed."""
+    """Return a block without content, to be streamed before the content."""
     empty: Mapping[str, Mapping[str, Any]] = {
         "thinking": {"thinking": "", "signature": ""},
         "text": {"text": ""},
@@ -272,7 +272,7 @@ def _stop(answer: CallAnswer) -> Mapping[str, Any]:
 
 
 def _usage(answer: CallAnswer) -> dict[str, Any]:
-    """Return the numbers of tokens; those of the input do not count cached ones."""
+    """Return the numbers of tokens, without cached tokens in the number for the input."""
     return {
         "input_tokens": answer.num_prompt_tokens - answer.num_cached_tokens,
         "cache_creation_input_tokens": 0,

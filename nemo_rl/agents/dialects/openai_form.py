@@ -26,7 +26,7 @@ def header(body: Body, answers: Sequence[CallAnswer], kind: str, id_prefix: str)
 
 
 def usage(answers: Sequence[CallAnswer]) -> Mapping[str, Any]:
-    """Return the numbers of tokens; those of the prompt count once."""
+    """Return the numbers of tokens, in which the prompt counts once."""
     prompt = answers[0].num_prompt_tokens
     sampled = sum(answer.num_tokens for answer in answers)
     return {
@@ -38,7 +38,7 @@ def usage(answers: Sequence[CallAnswer]) -> Mapping[str, Any]:
 
 
 def stream_header(body: Body, answers: Sequence[CallAnswer], kind: str, id_prefix: str) -> dict[str, Any]:
-    """Return the fields that each chunk of a stream begins with; arguments as `header`."""
+    """Return the fields that each chunk of a stream begins with, from the arguments of `header`."""
     return header(body, answers, kind, id_prefix) | ({"usage": None} if _wants_usage(body) else {})
 
 
@@ -61,7 +61,7 @@ def _wants_usage(body: Body) -> bool:
 
 
 def scored_tokens(answer: CallAnswer) -> Iterator[tuple[str, float]]:
-    """Return text and log probability of each sampled token; `token_id:5` where no text is known, as in vLLM."""
+    """Return text and log probability of each sampled token, or `token_id:5` for an unknown text (as vLLM)."""
     texts = answer.token_texts
     if len(texts) != len(answer.token_ids):
         texts = [f"token_id:{token}" for token in answer.token_ids]
@@ -80,7 +80,7 @@ def prompt_token_ids(body: Body, answers: Sequence[CallAnswer]) -> dict[str, Any
 
 def exact_tokens(body: Body, answer: CallAnswer) -> dict[str, Any]:
     """Return the fields for all tokens of a call if the request asks for tokens as ids, as servers of NeMo Gym read
-    them; messages with these fields may come back in later requests, where they are not needed.
+    them. Later requests may contain messages with these fields, which are not needed there.
     """
     if not body.get("return_tokens_as_token_ids"):
         return {}

@@ -143,7 +143,7 @@ class _ItemReader:
 
 
 def _answer_id(item: Fields) -> str | None:
-    """Return the id of the answer that an item is of; None if it is not one of the endpoint's."""
+    """Return the id of the answer that an item belongs to, or None if the endpoint did not make the id."""
     match = _ITEM_ID.fullmatch(item.text("id") or "")
     return None if match is None else match.group(1)
 
@@ -178,7 +178,7 @@ def items_of(answer: CallAnswer) -> list[Item]:
 
 
 def empty_item(item: Item) -> Item:
-    """Return an item as it is before its content is written."""
+    """Return an item without content, to be sent before the content."""
     empty: Sequence[Any] | str = "" if item["type"] == "function_call" else []
     return {**item, ("arguments" if item["type"] == "function_call" else "content"): empty, "status": "in_progress"}
 
@@ -270,7 +270,7 @@ def _earlier(fields: Fields, memory: SessionMemory) -> Sequence[Message]:
 
 
 def _response(body: Body, request: CallRequest, answer: CallAnswer) -> dict[str, Any]:
-    """Return the response with its own fields, and those of the request that the API repeats."""
+    """Return the response with its own fields, and with the request's fields that the API repeats."""
     is_cut = answer.finish_reason == "length"
     return {
         "id": f"resp_{answer.id}",
@@ -301,7 +301,7 @@ def _response(body: Body, request: CallRequest, answer: CallAnswer) -> dict[str,
 
 
 def _output(body: Body, answer: CallAnswer) -> list[dict[str, Any]]:
-    """Return the items of an answer; the last one has the tokens of the call if the request asks for them."""
+    """Return the items of an answer, the last with the tokens of the call if the request asks for them."""
     *items, last = items_of(answer)
     return [*items, {**last, **exact_tokens(body, answer)}]
 

@@ -1,4 +1,4 @@
-"""Read the fields that say how an answer is sampled; all dialects share them.
+"""Reading of the fields that say how an answer is sampled, for all dialects.
 
 Other fields are ignored: those of accounting ("user", "metadata", "store", "service_tier", "cache_control" ...) and
 those that only advise a model ("reasoning_effort", "verbosity", "thinking").
@@ -27,7 +27,7 @@ type FormPlaces = Sequence[tuple[Fields | None, str]]
 
 
 def answer_form(fields: Fields, own: FormPlaces = ()) -> Grammar | None:
-    """Return the form of the answer to a request; None if it may have any.
+    """Return the form of the answer to a request, or None if any form is allowed.
 
     Args:
         fields: the request.
@@ -63,7 +63,7 @@ def _forms(fields: Fields, own: FormPlaces) -> Iterator[tuple[str, Grammar]]:
 
 
 def _format(fields: Fields, name: str) -> Grammar | None:
-    """Read `{"type": "json_schema", "schema": ...}`; Chat Completions nests the schema and its name once more."""
+    """Read `{"type": "json_schema", "schema": ...}`, which in Chat Completions is nested once more."""
     form = fields.object(name)
     if form is None:
         return None

@@ -30,7 +30,7 @@ _MOST_PARSERS = 64
 
 @dataclass(frozen=True)
 class ReadAnswer:
-    """The parts of an answer; attributes as in `CallAnswer`."""
+    """The parts of an answer, with the attributes of `CallAnswer`."""
 
     content: str
     reasoning: str | None = None
@@ -145,7 +145,7 @@ def _parses_tools(request: CallRequest) -> bool:
 
 
 def before_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
-    """Return the text before the first stop string, and that string; None if there is none."""
+    """Return the text before the first stop string, and that string or None if there is none."""
     found = [(place, stop) for stop in stops if (place := text.find(stop)) >= 0]
     if not found:
         return text, None
@@ -204,7 +204,7 @@ def read_forwarded(answer: ChatAnswer, request: CallRequest) -> ReadAnswer:
 
 
 def refusal(error: NoAnswerError) -> CallError:
-    """Return what a program gets in place of an answer, without the words of the error, which hold the address."""
+    """Return the message that a program gets in place of an answer, without the address that the error names."""
     logger.info("A call of a program has no answer: %s", error)
     if error.is_too_long:
         message = "The messages do not fit into the context length of the model."

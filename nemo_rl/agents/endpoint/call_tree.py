@@ -97,7 +97,7 @@ class CallTree:
     """Plain completions, with the text of prompt and answer."""
 
     def find(self, request: CallRequest) -> History:
-        """Find the call that a request continues: the one that stands for most of its messages."""
+        """Find the call that a request continues, which is the call whose history has most of its messages."""
         digests = list(_digests(request))
         for known in range(len(request.messages) - 1, 0, -1):
             call = self._call_at(digests[known], request.messages[known - 1])
@@ -112,7 +112,7 @@ class CallTree:
         return call if call is not None and call.is_cut else None
 
     def _call_at(self, digest: Digest, message: Message) -> Call | None:
-        """Return the call with a history and an answer; of equal ones that with the same reasoning, or the newest."""
+        """Return the call with a history and an answer, preferring the same reasoning, then the newest call."""
         same = self._by_history.get(digest, [])
         if message["role"] != "assistant" or not same:
             return None
@@ -121,7 +121,7 @@ class CallTree:
         return next(thinking, same[-1])
 
     def find_plain(self, prompt: str | Sequence[int]) -> tuple[Call, str] | None:
-        """Find the plain completion with most tokens that a prompt begins with; return it with its tokens as text."""
+        """Find the longest plain completion that a prompt begins with, and return it with its tokens as text."""
         known: tuple[Call, str] | None = None
         for call, text in self._plain:
             ids = call.token_ids

@@ -43,7 +43,7 @@ def form_of_calls(request: CallRequest) -> Grammar:
 
 
 def read_calls(text: str, request: CallRequest) -> list[tuple[str, str]] | None:
-    """Return names and arguments of the calls of an answer; None if it was cut off in the middle.
+    """Return names and arguments of the calls of an answer, or None if the answer was cut off in the middle.
 
     Args:
         text: the answer.
@@ -168,7 +168,7 @@ def _check_size(grammar: Grammar) -> None:
 
 
 def _most_properties(schema: str) -> int:
-    """Return the largest number of properties of an object in a JSON schema; 0 if it is no JSON."""
+    """Return the largest number of properties of an object in a JSON schema, or 0 if the text is no JSON."""
     most = 0
     try:
         pending = [json.loads(schema)]

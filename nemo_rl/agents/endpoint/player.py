@@ -59,7 +59,7 @@ def record(sample: Trajectory, tree: CallTree, credit: Credit) -> list[Call]:
 def spread_reward(
     sample: Trajectory, calls: Sequence[Call], call_rewards: Mapping[str, float], invalid_patterns: Sequence[str] = ()
 ) -> None:
-    """Divide the reward of a sample over its response turns, and mark those with calls that were not understood.
+    """Divide the reward of a sample over its response turns, and mark turns with calls that were not understood.
 
     Args:
         sample: has its reward.
@@ -131,7 +131,7 @@ class _AgentSettings:
 
 @dataclass
 class AgentPlayer:
-    """Plays samples of agent environments; any number of them concurrently, on one event loop."""
+    """Plays any number of samples of agent environments concurrently on one event loop."""
 
     generation: GenerationInterface
     tokenizer: TokenizerType
@@ -156,7 +156,7 @@ class AgentPlayer:
         *,
         trains: bool = True,
     ) -> Played:
-        """Run the program of a sample to its end, and write what it sampled into the sample.
+        """Run the program of a sample to its end, and write the program's answers into the sample.
 
         Args:
             sample: has only its prompt.

@@ -1,4 +1,4 @@
-"""The tokens of a request: those of the call that it continues, and those of its new messages."""
+"""The tokens of a request: the tokens of the call that it continues, then the tokens of its new messages."""
 
 import json
 from collections import Counter
@@ -79,7 +79,7 @@ class PromptRenderer:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _plain(self, prompt: str | Sequence[int], tree: CallTree) -> Prompt:
-        """Return the tokens of a plain completion; errors as `prompt`."""
+        """Return the tokens of a plain completion, and raise the errors of `prompt`."""
         if not isinstance(prompt, str):
             prompt = prompt[: self.longest + 1]  # it is too long too
         known = tree.find_plain(prompt)

@@ -71,13 +71,13 @@ def names_a_key(raw: bytes | bytearray, keys: Container[str]) -> bool:
 
 
 def key_in(body: Mapping[str, Any]) -> str:
-    """Return the key in a body; an empty text without one."""
+    """Return the key in a body, or an empty text if it has no key."""
     key = body.get(KEY_FIELD)
     return key if isinstance(key, str) else ""
 
 
 def _extra_body(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `metadata.extra_body`; none where it is something else, because metadata is free."""
+    """Return the fields of `metadata.extra_body`, or no fields if it is something else, because metadata is free."""
     metadata = body.get("metadata")
     text = metadata.get("extra_body") if isinstance(metadata, dict) else None
     if not isinstance(text, str):
@@ -124,7 +124,7 @@ class _Client:
     earlier_starts: set[str] = field(default_factory=set)
 
     def admits(self, start: str) -> bool:
-        """Return whether a request is of the newest start of the program; that of a new one begins the session again.
+        """Return whether a request is of the newest start of the program, and reset the session at a new start.
 
         A program is started again when the process of its environment has died.
         """
@@ -147,7 +147,7 @@ class _Admitted(NamedTuple):
     """The same, if it was parsed to find the key in it."""
 
     def body(self) -> dict[str, Any]:
-        """Return the parsed body; it takes long for a large one."""
+        """Return the parsed body, which takes long for a large body."""
         return parsed_body(self.raw) if self.parsed is None else self.parsed
 
 
@@ -173,7 +173,7 @@ class AgentEndpoint:
         return http_address(host, self._port)
 
     async def start(self) -> None:
-        """Listen, and serve in a task of the running loop; does nothing if it serves already.
+        """Listen and serve in a task of the running loop, unless the server serves already.
 
         Raises:
             ConfigError: the address cannot be used.
@@ -189,7 +189,7 @@ class AgentEndpoint:
                 await asyncio.sleep(0.01)
 
     def open(self, session: AgentSession) -> str:
-        """Serve a session; return its key."""
+        """Serve a session and return its key."""
         key = new_key()
         self._clients[key] = _Client(session)
         return key
@@ -283,7 +283,7 @@ class AgentEndpoint:
         return self._recognised(request, client)
 
     def _recognised(self, request: Request, client: _Client) -> _Client:
-        """Note whose the connection of a request is; errors as `_known`."""
+        """Note which session the connection of a request belongs to, and raise the errors of `_known`."""
         most = max(MOST_OF_ONE, 2 * self._config.max_concurrent_calls)
         if not self._guard.recognise(request.scope, client, most):
             client.session.counts["refused"] += 1
@@ -291,7 +291,7 @@ class AgentEndpoint:
         return client
 
     def _found(self, key: str) -> _Client | None:
-        """Return the program with a key; None if there is none, or if it was started again with another one."""
+        """Return the program with a key, or None if no program has it or it was started again with another key."""
         name, _, start = key.partition(START_SIGN)
         client = self._clients.get(name)
         return client if client is not None and client.admits(start) else None
@@ -313,7 +313,7 @@ class AgentEndpoint:
         return _Admitted(self._recognised(request, client), raw, parsed)
 
     def _parsed_with_key(self, raw: bytes) -> dict[str, Any]:
-        """Parse a body that has a key in it; an empty object if it has none."""
+        """Parse a body that has a key in it, or return an empty object if the body has no key."""
         return parsed_body(raw) if names_a_key(raw, self._clients) else {}
 
     def _note_arrival(self, client: _Client, identity: str) -> None:
@@ -342,7 +342,7 @@ class AgentEndpoint:
         return bytes(raw)
 
     async def _unknown_body(self, request: Request) -> bytes:
-        """Read the body of a request that has no key in its headers; few large ones at a time."""
+        """Read the body of a request that has no key in its headers, and admit only few large bodies at a time."""
         raw = bytearray()
         most = self._checked_length(request)
         async with _in_time(), contextlib.AsyncExitStack() as held:
@@ -364,7 +364,7 @@ class AgentEndpoint:
 
 
 def _read(dialect: Dialect, body: dict[str, Any], session: AgentSession) -> tuple[dict[str, Any], CallRequest]:
-    """Return the body of a request and what it asks for; errors as `Dialect.read`."""
+    """Return the body of a request and what it asks for, and raise the errors of `Dialect.read`."""
     return body, dialect.read(body, session.memory)
 
 
@@ -409,7 +409,7 @@ async def _disconnected(request: Request) -> None:
 
 
 def _header_key(request: Request) -> str:
-    """Return the key in the headers of a request; an empty text without one."""
+    """Return the key in the headers of a request, or an empty text if they have no key."""
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
 
@@ -424,14 +424,14 @@ def _unknown_key() -> CallError:
 
 
 def _is_retry(request: Request) -> bool:
-    """Return whether the client says that it sends a request again; the packages openai and anthropic do."""
+    """Return whether the client marks a request as repeated, as the packages openai and anthropic do."""
     with contextlib.suppress(ValueError):
         return int(request.headers.get("x-stainless-retry-count", "0")) > 0
     return False
 
 
 def _headers(error: CallError) -> dict[str, str]:
-    """Return the headers of an error; clients repeat a request only after status 429."""
+    """Return the headers of an error, which let clients repeat a request only after status 429."""
     if error.status == 429:
         return {"retry-after": "1", **({"connection": "close"} if error.code == _TOO_MANY_CONNECTIONS else {})}
     # What is left of the body of such a request is not read.
@@ -440,7 +440,7 @@ def _headers(error: CallError) -> dict[str, str]:
 
 
 def _described(name: str) -> dict[str, Any]:
-    """Return the description of a model with the fields of OpenAI and those of Anthropic."""
+    """Return the description of a model with the fields of both OpenAI and Anthropic."""
     of_openai = {"id": name, "object": "model", "created": 0, "owned_by": "nemo_rl"}
     return of_openai | {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
 

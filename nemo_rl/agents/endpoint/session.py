@@ -240,7 +240,7 @@ class AgentSession:
         self._begin()
 
     def begin_again(self) -> None:
-        """Forget all calls, because the program was started again from the prompt; equal calls get equal answers."""
+        """Forget all calls, because the program was started again from the prompt and equal calls get equal answers."""
         for task in self._running:
             task.cancel()
         self._ending |= self._running
@@ -259,7 +259,7 @@ class AgentSession:
 
     @property
     def bound(self) -> Ending | None:
-        """The limit for which a request was refused, or that has cut off the end of a conversation; None: no limit."""
+        """The limit for which a request was refused or a conversation cut off, or None if there was none."""
         cut = (call.cut_by for call in self.tree.leaves() if call.cut_by is not None)
         return self.budget.bound or next(cut, None)
 
@@ -276,7 +276,7 @@ class AgentSession:
         return self.exchanges.of(identity, lambda: self._start(self.settings.completed(request)), is_retry=is_retry)
 
     async def on_thread[T](self, work: Callable[[], T]) -> T:
-        """Call a function on a thread; calls of one session come one after the other, in their order."""
+        """Call a function on a thread, after all earlier calls of the same session."""
         async with self._turn:
             return await asyncio.get_running_loop().run_in_executor(_THREADS, work)
 
@@ -447,7 +447,7 @@ class AgentSession:
         return answer
 
     def _sampling(self, request: CallRequest) -> SamplingParams:
-        """Return the run's sampling with what the request may change, and with the form of its answer."""
+        """Return the run's sampling with the request's changes, and with the form of its answer."""
         sampling = self.parts.sampling
         if self.settings.sampling == "request":
             sampling = replace(
@@ -460,7 +460,7 @@ class AgentSession:
 
 
 def _identity(prompt: Prompt, request: CallRequest) -> str:
-    """Return what tells the answers to a request apart from those to other requests of the sample, whatever runs."""
+    """Return the identity of a request among all requests of the sample, which does not depend on other runs."""
     asked = (request.seed, request.num_answers, request.max_tokens)
     distribution = (request.temperature, request.top_p, request.top_k)
     form = (request.grammar, request.forced_tool, request.calls_once)

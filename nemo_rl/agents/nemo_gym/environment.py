@@ -55,7 +55,7 @@ def read_rollout(result: Any, row: Mapping[str, Any]) -> AgentResult:
 
 
 def extract_reward_components(nemo_gym_result: Mapping[str, Any]) -> dict[str, float] | None:
-    """Return the components of a result's reward by name; None if it has none.
+    """Return the components of a result's reward by name, or None if it has no components.
 
     Raises:
         ValueError: they are no mapping of names to finite numbers.
@@ -69,7 +69,7 @@ def extract_reward_components(nemo_gym_result: Mapping[str, Any]) -> dict[str, f
 
 
 def _numbers(result: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of the verifier, without those of the row."""
+    """Return the finite numbers of the verifier, except numbers of the row."""
     return {
         str(name): float(value)
         for name, value in result.items()
@@ -108,7 +108,7 @@ class GymProgram(AgentProgram):
         self._log = Path(section.log_dir, RESULTS_FILE) if section.logs_results else None
 
     async def run(self, task: AgentTask) -> AgentResult:
-        """See `AgentProgram.run`; the first rollout starts the servers, which does not count against its deadline."""
+        """See `AgentProgram.run`. The first rollout starts the servers, which does not count against its deadline."""
         row = task.row.get(GYM_ROW)
         if row is None:
             raise AgentError("the row is none of NeMo Gym; use dataset_name: NemoGymDataset")

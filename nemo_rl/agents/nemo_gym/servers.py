@@ -179,7 +179,7 @@ class GymServers:
             raise AgentError(self._failure)
 
     async def _started(self, base_url: str, model: str) -> None:
-        """Start the servers, or find those that run, for an address of the endpoint."""
+        """Start the servers for an address of the endpoint, or find running servers."""
         await self.close()
         self._base_url = ""
         deadline = time.monotonic() + self._section.start_timeout_s
@@ -204,7 +204,7 @@ class GymServers:
         logger.info("NeMo Gym's servers answer; agents: %s", ", ".join(sorted(self._agents)))
 
     async def _launched(self, base_url: str, model: str, deadline: float) -> Mapping[str, Any]:
-        """Start the processes; return the configuration of all servers."""
+        """Start the processes and return the configuration of all servers."""
         section = self._section
         head = section.head_server or HeadServerConfig.build(port=_free_port())
         assert self._program is not None, "it is found where there are config_paths"
@@ -230,7 +230,7 @@ class _Process:
         policy: tuple[str, str],
         env: Mapping[str, str],
     ) -> "_Process":
-        """Start the command; its output goes to the log."""
+        """Start the command with its output in the log."""
         folder = os.path.realpath(tempfile.mkdtemp(prefix="nemo_rl_gym_"))
         config = Path(folder, _CONFIG_FILE)
         config.write_text(yaml.safe_dump(dict(added_config(section, head.host, head.port))), encoding="utf-8")
@@ -267,7 +267,7 @@ class _Process:
         return f"the command exited with status {self._process.returncode}; {self._log} ends with:\n{text}"
 
     async def end(self) -> None:
-        """End all processes and remove the files; the log stays."""
+        """End all processes and remove all files except the log."""
         assert self._process.stdin
         self._process.stdin.close()
         try:

@@ -72,7 +72,7 @@ class CallableProgram(AgentProgram):
             await released
 
     async def _outcome(self, task: AgentTask) -> tuple[Any, str | None]:
-        """Return what the function returns, or the text of its error.
+        """Return the function's result, or the text of its error.
 
         Exceptions are not passed on, because the event loop ends with some of them.
         """
@@ -91,7 +91,7 @@ class CallableProgram(AgentProgram):
 
 
 def find_program(path: str, kwargs: Mapping[str, Any]) -> tuple[Callable[..., Any], Mapping[str, Any]]:
-    """Import a program, and check that it can be called with a task; nothing is constructed.
+    """Import a program and check that it can be called with a task, without constructing anything.
 
     Returns:
         A function, and its arguments besides the task; or a class, and the arguments of its constructor.
@@ -118,7 +118,7 @@ def _check_arguments(call: Callable[..., Any], given: tuple[None, ...], kwargs: 
     """Check that a function can be called with as many positional arguments, the task the last, and with `kwargs`."""
     try:
         signature = inspect.signature(call)
-    except ValueError:  # a function of C without one
+    except ValueError:  # a C function without a signature
         return
     try:
         signature.bind(*given, **kwargs)

@@ -31,7 +31,7 @@ _AGAIN_S = 0.01
 
 
 def end_processes(guard: int | None, folder: str, deadline_s: float) -> bool:
-    """Kill a guard with what is below it, and the processes of a folder; blocks until there are none.
+    """Kill a guard with all processes below it and all processes of a folder, and block until they are gone.
 
     Args:
         guard: process id of the guard; None if it has ended.
@@ -109,7 +109,7 @@ class CommandProgram(AgentProgram):
         return result_of(task, status, out, err, files)
 
     async def _ran(self, task: AgentTask, folder: str) -> tuple[int, str, str]:
-        """Run the program in a folder; return its status and what it wrote."""
+        """Run the program in a folder, and return its status and its output."""
         variables = {**os.environ, **variables_of(task, folder), **self._environment}
         plan = json.dumps({"command": self._command, "environment": variables})
         process = await asyncio.create_subprocess_exec(
@@ -144,7 +144,7 @@ class CommandProgram(AgentProgram):
 
 
 async def _ended(process: asyncio.subprocess.Process, reads: Sequence[asyncio.Task[str]], folder: str) -> None:
-    """Have the guard end all processes of the program; where it does not, end them and the guard."""
+    """Have the guard end all processes of the program, or end them and the guard if the guard does not."""
     assert process.stdin and process.stdout and process.stderr
     process.stdin.close()
     for read in reads:  # a pipe has one reader at a time
@@ -166,7 +166,7 @@ async def _ended(process: asyncio.subprocess.Process, reads: Sequence[asyncio.Ta
 
 
 async def _returned(process: asyncio.subprocess.Process) -> bool:
-    """Return whether a process ends in time; `Process.wait` also waits for the pipes, which nothing reads any more."""
+    """Return whether a process ends in time, even if its pipes, which nothing reads any more, stay open."""
     deadline = asyncio.get_running_loop().time() + _END_DEADLINE_S
     while process.returncode is None and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(_POLL_S)
@@ -189,7 +189,7 @@ def found_command(command: Sequence[str]) -> list[str]:
 
 
 def search_path(rest: str) -> str:
-    """Return folders of programs: that of the run's Python, then the rest."""
+    """Return folders of programs, with the folder of the run's Python first."""
     return os.pathsep.join([sysconfig.get_path("scripts"), rest])
 
 
@@ -212,7 +212,7 @@ def variables_of(task: AgentTask, folder: str) -> dict[str, str]:
 
 
 def result_of(task: AgentTask, status: int, out: str, err: str, files: Mapping[str, bytes | None]) -> AgentResult:
-    """Return the result of a program that has ended; without another answer, its output is the answer.
+    """Return the result of a program that has ended, which is its output if it gave no other answer.
 
     Args:
         task: what it was given.

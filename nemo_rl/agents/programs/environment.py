@@ -1,4 +1,4 @@
-"""The environment `agent`: runs one program for each sample, and rewards what it did.
+"""The environment `agent`, which runs one program for each sample and rewards the program's result.
 
     metadata: row + `agent` ─► task ─► program ─► result ─► reward
                                                     └─ answer ─► grader ─► reward
@@ -105,12 +105,12 @@ class AnswerGrader:
         return processed
 
     async def shutdown(self) -> None:
-        """Release what the grader holds."""
+        """Release the resources of the grader."""
         await self._called(self._environment.shutdown)
         self._threads.shutdown(wait=False)
 
     async def _called(self, call: Callable[[], Any]) -> Any:
-        """Make a call on one of the grader's threads; a coroutine continues here."""
+        """Make a call on one of the grader's threads, and await a returned coroutine on this event loop."""
         outcome = await asyncio.get_running_loop().run_in_executor(self._threads, call)
         return await outcome if inspect.iscoroutine(outcome) else outcome
 
@@ -154,7 +154,7 @@ class ProgramEnvironment(EnvironmentInterface[dict[str, Any]]):
         metadata: list[dict[str, Any]],
         return_extracted_answer: bool = False,
     ) -> EnvironmentReturn[dict[str, Any]]:
-        """Run the program of one sample; B is 1.
+        """Run the program of one sample (B is 1).
 
         Args:
             message_log_batch: B conversations, which are not read.
@@ -194,7 +194,7 @@ class ProgramEnvironment(EnvironmentInterface[dict[str, Any]]):
         return batch, {**metrics, **own, **times}
 
     async def shutdown(self) -> None:  # type: ignore[override]  # may be a coroutine function
-        """Release what the programs share, and the grader."""
+        """Release the grader and the resources that the programs share."""
         await self._program.shutdown()
         if self._grader is not None:
             await self._grader.shutdown()
@@ -256,7 +256,7 @@ class AgentEnvironment(ProgramEnvironment):
 
 
 def check_parsers(cfg: AgentKeys, place: str, tokenizer: "TokenizerType") -> None:
-    """Check that the parsers of a section exist, and that they read what the tokenizer's model writes.
+    """Check that the parsers of a section exist, and that they read the answers of the tokenizer's model.
 
     Args:
         place: its key, for messages.

@@ -58,7 +58,7 @@ def _first_line() -> bytes:
 
 
 def _wait(pid: int) -> int:
-    """Return the status of a child, -n after signal n; SIGKILL where standard input ended before it."""
+    """Return the status of a child (-n after signal n), or SIGKILL if standard input ended before it."""
     pidfd = os.pidfd_open(pid)
     while True:
         ready, _, _ = select.select([0, pidfd], [], [], _LOOK_S)
@@ -70,7 +70,7 @@ def _wait(pid: int) -> int:
 
 
 def _reap(pid: int) -> int | None:
-    """Take note of children that have ended; return the status of one of them if it is among them."""
+    """Take note of children that have ended, and return the status of one child if it is among them."""
     found = None
     while True:
         try:
@@ -96,7 +96,7 @@ def _end_all() -> None:
 
 
 def _below(pid: int) -> list[int]:
-    """Return all processes below one, with those that have ended and are not reaped."""
+    """Return all processes below a process, including ended processes that are not reaped."""
     found = _children(pid)
     for each in found:
         found += _children(each)
@@ -115,7 +115,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _remove(folder: str) -> None:
-    """Remove the files of the command as far as possible, those of the task first: they have its key."""
+    """Remove the files of the command as far as possible, starting with the task's files, which have its key."""
     import shutil  # only here, because every command waits for the imports
 
     for name in os.listdir(folder):

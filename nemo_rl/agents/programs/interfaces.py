@@ -35,7 +35,7 @@ class AgentResult:
 
 
 def read_result(value: Any) -> AgentResult:
-    """Read a returned value: a number or bool, the reward; a text, the answer; a mapping of both and more; or None.
+    """Read a returned value: a number or bool (the reward), a text (the answer), a mapping of both and more, or None.
 
     Raises:
         ValueError: the value is something else, or a number in it is not finite.
@@ -177,22 +177,22 @@ class AgentTask:
 
 
 class AgentError(Exception):
-    """A program failed, or returned something that is no result; the text is the error of its sample."""
+    """A program failed or returned an invalid result, and the text becomes the error of its sample."""
 
 
 class AgentProgram(abc.ABC):
-    """Starts one program for each task; several run at the same time."""
+    """Starts one program for each task, with several programs at the same time."""
 
     @abc.abstractmethod
     async def run(self, task: AgentTask) -> AgentResult:
-        """Run the program until its end or its deadline; cancelling this call ends it.
+        """Run the program until its end or its deadline, or until this call is cancelled.
 
         Raises:
             AgentError: it failed, is too slow, or returned no result.
         """
 
     async def shutdown(self) -> None:  # noqa: B027  (optional hook)
-        """Release what the programs share."""
+        """Release the resources that the programs share."""
 
 
 def too_slow(task: AgentTask, key: str = "env.agent.timeout_s") -> AgentError:

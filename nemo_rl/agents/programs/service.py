@@ -24,7 +24,7 @@ class _MayPassError(Exception):
 
 
 class TaskPoster:
-    """Posts tasks; any number of them at the same time, on one event loop.
+    """Posts any number of tasks at the same time on one event loop.
 
     Args:
         largest_response: bytes of a response that are read.
@@ -35,7 +35,7 @@ class TaskPoster:
         self._client: httpx.AsyncClient | None = None
 
     async def post(self, task: AgentTask, url: str, body: bytes) -> bytes:
-        """Post a body until the service has served it; one that cannot be reached or refuses for now is asked again.
+        """Post a body until the service has served it, also if the service cannot be reached or refuses for now.
 
         Args:
             task: its key is in no error.
@@ -96,14 +96,14 @@ _LARGEST_RESPONSE = 2**20
 
 
 class ServiceProgram(AgentProgram):
-    """A service to which each task is posted; it answers when the program has ended."""
+    """A service that gets each task in a request and answers when the program has ended."""
 
     def __init__(self, url: str) -> None:
         self._url = url
         self._poster = TaskPoster(_LARGEST_RESPONSE)
 
     async def run(self, task: AgentTask) -> AgentResult:
-        """See `AgentProgram.run`; a service that cannot be reached or refuses for the moment is asked again."""
+        """See `AgentProgram.run`. It asks a service again that cannot be reached or refuses for the moment."""
         try:
             body = json.dumps(task.as_json).encode()
         except (TypeError, ValueError) as error:

@@ -121,7 +121,7 @@ class RLOOAdvantageEstimator(GRPOAdvantageEstimator):
 
 
 class DrGRPOAdvantageEstimator(GRPOAdvantageEstimator):
-    """Dr.GRPO, arXiv 2503.20783: `r - mean of the group`; use `loss_fn.constant_sample_length`."""
+    """Dr.GRPO, arXiv 2503.20783: `r - mean of the group`, for use with `loss_fn.constant_sample_length`."""
 
     def __init__(self, estimator_config: AdvantageEstimatorConfig, loss_config: ClippedPGLossConfig) -> None:
         self.leave_one_out = False
@@ -149,7 +149,7 @@ class PerTurnAdvantageEstimator:
         mask: Tensor,
         **extras: Unpack[AdvantageExtras],
     ) -> Tensor:
-        """See `AdvantageEstimator.compute_advantage`; `turn_rewards` and `turn_spans` are required.
+        """See `AdvantageEstimator.compute_advantage`. Here `turn_rewards` and `turn_spans` are required.
 
         Raises:
             DataError: The rewards or the tokens of turns were not given.
@@ -200,7 +200,7 @@ class GDPOAdvantageEstimator:
         mask: Tensor,
         **extras: Unpack[AdvantageExtras],
     ) -> Tensor:
-        """See `AdvantageEstimator.compute_advantage`; `reward_components` is required.
+        """See `AdvantageEstimator.compute_advantage`. Here `reward_components` is required.
 
         Raises:
             DataError: No reward components were given.
@@ -292,7 +292,7 @@ class ReinforcePlusPlusAdvantageEstimator:
 
 
 class ClippedAdvantageEstimator:
-    """Another estimator's advantages, limited to `[low, high]`; None sets no limit on that side."""
+    """Another estimator's advantages, limited to `[low, high]`, with None for no limit on that side."""
 
     def __init__(self, inner: AdvantageEstimator, low: float | None, high: float | None) -> None:
         self.inner = inner

@@ -40,7 +40,7 @@ class GroupStatistics:
 
 
 def group_ids_from_prompts(prompts: Tensor) -> Tensor:
-    """Number the distinct rows of `prompts [B, T_prompt]`; equal prompts get equal ids `[B]`."""
+    """Number the distinct rows of `prompts [B, T_prompt]`, so that equal prompts get equal ids `[B]`."""
     return torch.unique(prompts, dim=0, return_inverse=True)[1]
 
 
@@ -134,7 +134,7 @@ def group_advantage(
     std_over_batch: bool = False,
     magnitudes_B: Tensor | None = None,
 ) -> Tensor:
-    """Return `r - baseline`, divided by `std + 1e-6` where std > 0 if `normalize`; `[B]` float64.
+    """Return `r - baseline` as `[B]` float64, divided by `std + 1e-6` where std > 0 if `normalize`.
 
     With `std_over_batch` the deviation is over all valid rewards, otherwise over the rewards of the baseline.
     `magnitudes_B` is that of `group_statistics`.
@@ -170,7 +170,7 @@ def sample_std_with_floor(values: Tensor, mask: Tensor, mean: Tensor) -> Tensor:
 
 
 def whiten(values: Tensor, mask: Tensor, divisor: Divisor) -> Tensor:
-    """Shift the kept entries to mean 0 and divide them by their deviation; others become 0.
+    """Shift the kept entries to mean 0, divide them by their deviation, and set others to 0.
 
     Entries that are all equal become 0.
 

@@ -26,7 +26,7 @@ from nemo_rl.experience.trajectory import Outcome, Trajectory
 
 
 def linear_map(rewards_B: Tensor, source: tuple[float, float], target: tuple[float, float]) -> Tensor:
-    """Map the range `source` linearly onto `target`; rewards outside of it are clamped first.
+    """Map the range `source` linearly onto `target`, after clamping rewards to `source`.
 
     Example:
         >>> linear_map(torch.tensor([0.0, 1.0]), (0.0, 1.0), (-1.0, 1.0))
@@ -66,7 +66,7 @@ def overlong_penalty(
 
 
 def slope(config: RewardScalingConfig) -> float:
-    """Return by how much the scaled reward grows when the reward grows by 1, within the source range; 1 without it."""
+    """Return by how much the scaled reward grows per unit of reward within the source range, or 1 without scaling."""
     if not config.enabled:
         return 1.0
     return (config.target_max - config.target_min) / (config.source_max - config.source_min)
@@ -78,7 +78,7 @@ def stop_properly_penalty(rewards_B: Tensor, truncated_B: Tensor, coefficient: f
 
 
 def scale_rewards(rewards_B: Tensor, config: RewardScalingConfig) -> Tensor:
-    """Apply `reward_scaling`; return the same rewards when it is off.
+    """Apply `reward_scaling`, or return the same rewards if it is off.
 
     Raises:
         ConfigError: The source range is empty.
@@ -96,7 +96,7 @@ def shape_rewards(
     truncated_B: Tensor,
     config: RewardShapingConfig,
 ) -> Tensor:
-    """Apply `reward_shaping`; return the same rewards when it is off.
+    """Apply `reward_shaping`, or return the same rewards if it is off.
 
     With `stop_properly_penalty_coef` truncated answers keep that share of their reward; without it
     DAPO's overlong penalty is added.
@@ -122,7 +122,7 @@ def shape_rewards(
 
 
 def training_rewards(trajectories: Sequence[Trajectory], config: RewardedTrainingConfig) -> Tensor:
-    """Return the reward of each sample as it is trained on: penalised, scaled, then shaped; 0 without one.
+    """Return the reward that each sample is trained on: penalised, scaled, then shaped, or 0 if it has none.
 
     Returns:
         `[B]` float64, because rewards of turns are compared with them.
@@ -135,7 +135,7 @@ def training_rewards(trajectories: Sequence[Trajectory], config: RewardedTrainin
 
 
 def apply_reward_shaping[BatchT: MutableMapping[str, Any]](batch: BatchT, cfg: RewardShapingConfig) -> BatchT:
-    """Shape `total_reward` of a rollout batch; lengths are counted from its message logs.
+    """Shape `total_reward` of a rollout batch, with lengths counted from its message logs.
 
     Args:
         batch: Holds `total_reward [B]`, `message_log` (a list of messages per sample; those of role
@@ -159,7 +159,7 @@ def apply_reward_shaping[BatchT: MutableMapping[str, Any]](batch: BatchT, cfg: R
 
 
 def effort_penalty(trajectories: Sequence[Trajectory], levels: Mapping[str, EffortLevelConfig]) -> Tensor:
-    """Return what is added to the rewards of samples, `[B]` float64, at most 0.
+    """Return the numbers that are added to the rewards of samples, `[B]` float64, at most 0.
 
     With `n` tokens of thinking, the budget `max_thinking_tokens` and `over_budget_tokens`, it is
     `-over_budget_penalty * min(max(n - budget, 0) / over_budget_tokens, 1)`; 0 for a level without a budget.

@@ -162,7 +162,7 @@ class GeneralizedAdvantageEstimator:
         return tokens.put(advantages_BN).float()
 
     def kl_penalty(self, tokens: CountedTokens, policy_BT: Tensor, reference_BT: Tensor) -> Tensor:
-        """Return what the distance from the reference policy takes off the reward of each token, `[B, N]`."""
+        """Return the penalty on each token's reward for the distance from the reference policy, `[B, N]`."""
         policy_BN, reference_BN = tokens.take(policy_BT), tokens.take(reference_BT)
         return kl_penalty(policy_BN, reference_BN, tokens.exists_BN, self._loss_config)
 
@@ -201,7 +201,7 @@ class GeneralizedAdvantageEstimator:
 
 
 class RawRewardAdvantageEstimator(GeneralizedAdvantageEstimator):
-    """Advantages that are discounted sums of rewards: those of values of 0 with lambda 1."""
+    """Advantages that are discounted sums of rewards, as for values of 0 with lambda 1."""
 
     needs_values = False
 
@@ -219,7 +219,7 @@ def _each(tokens: CountedTokens, value: float) -> Tensor:
 
 
 class TokenCredit:
-    """The stage that writes advantages and returns of tokens into a batch; a `runtime.run.Stage`.
+    """Writes advantages and returns of tokens into a batch, as a `runtime.run.Stage`.
 
     A sample with several conversations is one sequence: its tokens are those of all of them, in their order
     (`credit.joined_rows`).
@@ -278,7 +278,7 @@ class TokenCredit:
     def _turn_rewards(
         self, trajectories: Sequence[Trajectory], rewards_B: Tensor, tokens: CountedTokens, mask_BT: Tensor
     ) -> Tensor:
-        """Return the reward of each token, `[B, N]` float64: that of a turn at its last token.
+        """Return the reward of each token, `[B, N]` float64, with a turn's reward at its last token.
 
         The last token of a sample gets what is left of `rewards_B`: the reward of the last turn, of turns without a
         token that counts, and what is not a turn's own.
@@ -297,7 +297,7 @@ class TokenCredit:
 
 
 def _value_metrics(tokens: CountedTokens, values_BN: Tensor, returns_BN: Tensor) -> dict[str, float]:
-    """Return the metrics of the critic before its update; 0 where no token counts, or where all returns are equal."""
+    """Return the metrics of the critic before its update, or 0 where no token counts or all returns are equal."""
     kept_BN = tokens.exists_BN.double()
     if not tokens.exists_BN.any():
         names = ("returns_mean", "values_mean", "values_min", "values_max", "critic/explained_var")

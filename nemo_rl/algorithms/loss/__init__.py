@@ -1,4 +1,4 @@
-"""Re-exports of the losses, under the name users import; the files are in `nemo_rl.losses`."""
+"""Re-exports of the losses in `nemo_rl.losses`, under the name users import."""
 
 from nemo_rl.algorithms.loss.interfaces import LossFunction, LossInputType, LossType
 from nemo_rl.algorithms.loss.loss_functions import (

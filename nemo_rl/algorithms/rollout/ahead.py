@@ -43,7 +43,7 @@ class GroupFailures:
         self._in_a_row = 0
 
     def pause_before_next(self, attempt: int, failure: Exception) -> float | None:
-        """Return the seconds to wait before a failed group is sampled again; None: skip its prompt.
+        """Return the seconds to wait before a failed group is sampled again, or None to skip its prompt.
 
         Args:
             attempt: number of the attempt that failed, from 1.
@@ -114,7 +114,7 @@ class DrawnPrompt:
 
 @dataclass(frozen=True)
 class Origin:
-    """Origin of the random numbers of a group; the same after a resume."""
+    """Origin of the random numbers of a group, which is the same after a resume."""
 
     batch: int
     """Number of the batch in which its prompt was drawn first, from 1."""
@@ -164,12 +164,12 @@ class OpenGroup:
         return sum(num_stored_tokens(state) for state in self.progress.stored if state is not None)
 
     def restart(self) -> None:
-        """Let its samples start from the prompt, whatever its checkpoint has stored."""
+        """Let its samples start from the prompt, and ignore the state in the checkpoint."""
         self.num_lost_tokens += self.num_continued_tokens
         self.progress.forget()
 
     def finished(self, timeout_s: float) -> Rollouts:
-        """Wait for the samples and return them; raises what `BackgroundTask.result` raises."""
+        """Wait for the samples and return them, or raise the errors of `BackgroundTask.result`."""
         if self.task is not None:
             return self.task.result(timeout_s)
         assert self.progress.rollouts is not None
@@ -192,7 +192,7 @@ class OpenGroup:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], keep: Callable[[Rollouts], Rollouts]) -> "OpenGroup":
-        """Rebuild a group from its `state_dict`; one that is not finished has to be started.
+        """Rebuild a group from its `state_dict`, without starting it if it is not finished.
 
         Args:
             keep: as `RolloutRunner.keep`.
@@ -218,7 +218,7 @@ _ORDERS: Mapping[str, Callable[[OpenGroup], tuple[int, ...]]] = {
 
 
 def groups_of_step(groups: Sequence[OpenGroup], count: int, step: int, order: str) -> list[OpenGroup]:
-    """Choose the groups that a step takes; they may still be running.
+    """Choose the groups that a step takes, which may still be running.
 
     Each later step takes `count` groups too. So of the groups whose last step is d or earlier, all but
     `count * (d - step)` have to be taken now (earliest deadline first). The rest follows the order.
@@ -243,7 +243,7 @@ _NO_LIMIT = contextlib.nullcontext()
 
 @dataclass
 class AheadRollouts:
-    """Samples up to `max_age_steps` steps ahead of training; an `algorithms.rollout.source.RolloutSource`."""
+    """Samples up to `max_age_steps` steps ahead of training, as an `algorithms.rollout.source.RolloutSource`."""
 
     fresh: FreshRollouts
     """Draws prompts and plays groups."""
@@ -336,7 +336,7 @@ class AheadRollouts:
         return self._drawn.popleft()
 
     async def _play(self, group: OpenGroup, prompt: DrawnPrompt) -> Rollouts:
-        """Sample one group, again after failures, or give its samples as failed ones; see `GroupFailures`."""
+        """Sample one group, again after failures, or give its samples as failed ones (see `GroupFailures`)."""
         attempt = 0
         while True:
             attempt += 1
@@ -399,7 +399,7 @@ class AheadRollouts:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the groups of a checkpoint; prompts that were drawn and not started are handed out again."""
+        """Restore the groups of a checkpoint, and hand out prompts again that were drawn but not started."""
         self._open = [OpenGroup.from_state(group, self.fresh.runner.keep) for group in state["groups"]]
         self._drawn.clear()
         self._num_batches, self._num_started = state["num_batches"], state["num_started"]

@@ -45,7 +45,7 @@ class Versioned(Protocol):
 
 @dataclass(frozen=True)
 class StoredVersion:
-    """The version of the policy's weights, stored with the position in the data; a `stored_parts.StoredPart`."""
+    """The version of the policy's weights, stored with the position in the data as a `stored_parts.StoredPart`."""
 
     policy: Versioned
     """The model under training."""
@@ -60,7 +60,7 @@ class StoredVersion:
 
 
 def age(trajectory: Trajectory, version: int) -> int:
-    """Return by how many versions the oldest weights that wrote a trajectory precede `version`; 0 for no tokens."""
+    """Return by how many versions the oldest weights that wrote a trajectory precede `version`, or 0 for no tokens."""
     return max((version - span.version for span in trajectory.all_weight_versions), default=0)
 
 
@@ -195,7 +195,7 @@ class RolloutBatches:
         return batch
 
     def _waiting(self, phase: Phase) -> Phase:
-        """Return what measures waits under NeMo RL's names; NeMo RL has them only where sampling runs ahead."""
+        """Return `phase` if sampling runs ahead, where NeMo RL names waits, or a phase that measures nothing."""
         return phase if self.rollouts.max_staleness else lambda _: nullcontext()
 
     def trained(self, step: int, batch: StepBatch) -> None:

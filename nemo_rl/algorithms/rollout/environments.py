@@ -63,7 +63,7 @@ def check_environments(
 
 
 def response_data(tokenizer: TokenizerType, config: RolloutMasterConfig) -> RunData:
-    """Check the environments with the tokenizer, and load the prompts of a run; some offer the tools of theirs.
+    """Check the environments with the tokenizer, and load the prompts of a run with the tools of their environments.
 
     Raises:
         ConfigError, DataError: the data cannot be used, or the tools or their parser cannot.

@@ -53,20 +53,20 @@ class WeightSource(Trainers, Protocol):
         """Version of the current weights."""
 
     def held(self) -> AbstractContextManager[None]:
-        """Keep the weights and their version unchanged; entering waits for a running update.
+        """Keep the weights and their version unchanged, after waiting for a running update.
 
         Raises:
             DeadlineExceededError: on entering, if the update does not end in time.
         """
 
     def begin_weight_stream(self, lanes: list[Lane]) -> list[PendingCall]:
-        """Start a stream on all ranks; return the calls to wait for."""
+        """Start a stream on all ranks, and return the calls to wait for."""
 
     def next_weight_buckets(self) -> list[Bucket]:
         """Pack a bucket of each lane with the next tensors."""
 
     def send_weight_bucket(self, bucket: Bucket) -> list[PendingCall]:
-        """Push a bucket through a sending transport; return the calls to wait for."""
+        """Push a bucket through a sending transport, and return the calls to wait for."""
 
 
 NO_WEIGHTS = -1
@@ -75,7 +75,7 @@ NO_WEIGHTS = -1
 
 @dataclass(frozen=True)
 class Engines:
-    """The engines as a user of devices that the policy shares; see `runtime.memory`."""
+    """The engines as a user of devices that the policy shares (see `runtime.memory`)."""
 
     generation: EngineGroup
     timeout_s: float
@@ -113,7 +113,7 @@ def shared_engines(policy: PolicyConfig, cluster: ClusterConfig, engines: Engine
 
 
 class Refitter:
-    """Keeps the engines' weights equal to the policy's; thread-safe.
+    """Keeps the engines' weights equal to the policy's, safely for several threads.
 
     Args:
         generation: their destination.
@@ -233,7 +233,7 @@ class Refitter:
         return [spoilt, [[layer.numpy().tobytes() for layer in of_worker] for of_worker in outputs]]
 
     def _transfer(self, is_trial: bool = False) -> list[SyncReceipt]:
-        """Move all tensors once; on trial, the workers fill what they do not receive with NaN."""
+        """Move all tensors once, or on trial let the workers fill tensors that they do not receive with NaN."""
         engines = (self._generation.num_workers, self._generation.membership)
         if self._lanes.must_meet(*engines):  # a trainer rank would wait a minute for a dead engine
             self._wait(self._on_engines("ready"), "looking for engines")

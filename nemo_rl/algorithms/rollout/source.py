@@ -229,11 +229,11 @@ class FreshRollouts:
     async def play(
         self, prompts: BatchedDataDict[Any], row: int, key: RolloutKey, progress: GroupProgress | None = None
     ) -> Rollouts:
-        """Sample the group of one prompt; arguments and errors as `RolloutRunner.play_group`."""
+        """Sample the group of one prompt, with the arguments and errors of `RolloutRunner.play_group`."""
         return await self.runner.play_group(prompts, row, self.num_generations, self.sampling, key, progress)
 
     def failed(self, prompts: BatchedDataDict[Any], row: int, reason: str) -> Rollouts:
-        """Return the group of one prompt that cannot be sampled; see `RolloutRunner.failed_group`."""
+        """Return the group of one prompt that cannot be sampled (see `RolloutRunner.failed_group`)."""
         return self.runner.failed_group(prompts, row, self.num_generations, reason)
 
     def _next_batch(self, step: int) -> tuple[PromptBatch, RolloutKey]:

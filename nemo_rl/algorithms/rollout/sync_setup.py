@@ -91,7 +91,7 @@ class SyncProbe:
         logger.info("Engines sample from the policy: mult_prob_error %.6f in the first batch.", error)
 
     def _errors(self, batch: BatchedDataDict[Any]) -> Tensor:
-        """Compute `exp(|log p_trainer - log p_engine|)` at sampled tokens, 0 elsewhere; `[B, T]`."""
+        """Compute `exp(|log p_trainer - log p_engine|)` at sampled tokens, and 0 elsewhere, as `[B, T]`."""
         difference_BT = self._policy.get_logprobs(batch)["logprobs"] - batch["generation_logprobs"]
         return torch.where(batch["token_mask"] > 0, bounded_exp(difference_BT.abs()), 0.0)
 
@@ -152,7 +152,7 @@ def suspect_layer(names: Sequence[str], expected: Sequence[Tensor], outputs: Seq
 def make_refitter(
     config: PolicyConfig, cluster: ClusterConfig, policy: Policy, engines: EngineGroup, memory: MemorySharing
 ) -> Refitter:
-    """Choose the weight transport.
+    """Build the refitter, with the transport that the section asks for.
 
     Args:
         policy: the source of the weights.
@@ -186,7 +186,7 @@ def refit_policy_generation(
     timer: Timer | None = None,
     kv_scales: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
-    """Move the policy's weights to engines, with NeMo RL's arguments; a run does so itself when they are stale.
+    """Move the policy's weights to engines with NeMo RL's arguments, as a run does itself for stale engines.
 
     Args:
         policy: the source of the weights.
@@ -243,7 +243,7 @@ def make_probe(
 
 
 def choose_transport(asked: str, cluster: ClusterConfig, colocated: bool) -> TransportName:
-    """Resolve `weight_sync.transport=auto`; `config.rules.training` refuses transports that cannot work."""
+    """Resolve `weight_sync.transport=auto`, while `config.rules.training` refuses impossible transports."""
     if asked != "auto":
         return asked  # type: ignore[return-value]
     if cluster.uses_gpu:

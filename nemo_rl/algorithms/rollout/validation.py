@@ -50,7 +50,7 @@ class Validator:
     """Maps a row to the name of its data set, which has its own metrics; None for none."""
 
     def validate(self) -> Rollouts:
-        """Roll out all validation prompts; return the trajectories, and metrics for the prefix `validation/`."""
+        """Roll out all validation prompts, and return the trajectories and metrics for the prefix `validation/`."""
         return self._joined(
             [
                 self.runner.collect(prompts, self.num_generations, self.sampling, self._key(index))
@@ -132,7 +132,7 @@ class _Running:
         self.ended = time.perf_counter()
 
     def wait(self) -> None:
-        """Wait for the end and count the seconds; a failure stays with the task."""
+        """Wait for the end and count the seconds, without raising a failure, which stays with the task."""
         started = time.perf_counter()
         self.task.wait(self.limit_s)
         woken = time.perf_counter()
@@ -142,7 +142,7 @@ class _Running:
 
 @dataclass
 class BackgroundValidation:
-    """Validates while training goes on; a `runtime.validations.Validation`.
+    """Validates while training goes on, as a `runtime.validations.Validation`.
 
     All prompts are loaded before it starts.
     """
@@ -164,7 +164,7 @@ class BackgroundValidation:
         self._running = _Running(step, task, limit_s=len(batches) * runner.group_limit_s)
 
     def wait(self) -> None:
-        """Wait for the running validation, if there is one; a failure is raised by `finished`.
+        """Wait for the running validation, if there is one, and leave it to `finished` to raise a failure.
 
         Raises:
             DeadlineExceededError: it has not ended after the limits of all its batches.
@@ -196,7 +196,7 @@ class BackgroundValidation:
 
 
 def _version_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the oldest and the newest version of the weights that wrote answers; empty if none was written."""
+    """Return the oldest and the newest version of the weights that wrote answers, or no metrics without answers."""
     versions = [span.version for trajectory in trajectories for span in trajectory.all_weight_versions]
     if not versions:
         return {}

@@ -13,7 +13,7 @@ from nemo_rl.models.training.backends import training_backend
 
 
 class DeviceUser(Protocol):
-    """A model or the engines, with state on shared devices; calling a method twice has no further effect."""
+    """A model or the engines, with state on shared devices and methods that have no effect when called again."""
 
     def rest(self) -> None:
         """Move the state to host memory, as far as that is possible."""
@@ -24,7 +24,7 @@ class DeviceUser(Protocol):
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model under training that gives up its optimizer state; its weights stay, for example for a weight sync."""
+    """A model under training that gives up its optimizer state but not its weights, for example for a weight sync."""
 
     policy: Policy
 
@@ -139,7 +139,7 @@ def share_memory(
 
 @dataclass(frozen=True)
 class SavedOnDevice:
-    """A model next to the policy that gets its devices back before it is saved; a `saving.BackgroundSavable`."""
+    """A model next to the policy that gets its devices back before it is saved, as a `saving.BackgroundSavable`."""
 
     name: str
     """Name of the model."""

@@ -65,7 +65,7 @@ class IdleSteps:
 
 
 def made_update(metrics: Mapping[str, float]) -> bool:
-    """Return whether a step updated the policy; without the metric `num_updates` it is assumed that it did."""
+    """Return whether a step updated the policy, or True without the metric `num_updates`."""
     return metrics.get("num_updates", 1.0) > 0 and metrics.get("global_valid_seqs") != 0
 
 

@@ -31,7 +31,7 @@ class Replaceable(Protocol):
     """A model whose ranks can be replaced."""
 
     def find_loss(self, *, silence_is_loss: bool) -> str | None:
-        """Return in one line why the ranks have to be replaced; None if they need not be."""
+        """Return in one line why the ranks have to be replaced, or None if they need not be."""
 
 
 class BuiltSource(BatchSource, Protocol):
@@ -93,7 +93,7 @@ class Cause:
 
 @dataclass
 class Recovery:
-    """Makes a run ready to be trained again; a `Run.recover`."""
+    """Makes a run ready to be trained again, as a `Run.recover`."""
 
     max_restarts: int
     """Number of restarts after which a failure ends the run."""

@@ -30,7 +30,7 @@ _CONFIG_FILE = "config.yaml"
 def check_resume(
     config: MasterConfig, models: Mapping[str, Role], path: Path, num_rows: int, checksum: str
 ) -> Mapping[str, Any]:
-    """Log what has changed, and refuse what a resumed run cannot take over.
+    """Log all changes, and refuse changes that a resumed run cannot make.
 
     Args:
         models: its models; those that are trained must be in the checkpoint.
@@ -78,7 +78,7 @@ def _check_backend(name: str, model: PolicyConfig, path: Path, stored: Mapping[s
 
 
 def _backend_key(stored: Any) -> str | None:
-    """Return the backend's section in a stored model section; None if there is none, as in other versions."""
+    """Return the backend's section in a stored model section, or None for other versions, which have none."""
     sections = stored if isinstance(stored, Mapping) else {}
     if sections.get("training_backend"):
         return "training_backend"
@@ -143,7 +143,7 @@ def _check_data(config: MasterConfig, path: Path, num_rows: int, checksum: str) 
 
 
 def _stored_checksum(path: Path) -> str | None:
-    """Return the checksum of the rows in a step folder; None if another version of the library wrote it."""
+    """Return the checksum of the rows in a step folder, or None if another version of the library wrote it."""
     try:
         info = json.loads((path / "training_info.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # an unreadable file is reported where the run takes its counters from it

@@ -58,7 +58,7 @@ class StepBatch:
     """Metrics of the update that say nothing about this batch and are not logged."""
 
     def measured(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return metrics without those of `unmeasured`."""
+        """Return metrics without the metrics of `unmeasured`."""
         return {name: value for name, value in metrics.items() if name not in self.unmeasured}
 
     @property
@@ -71,7 +71,7 @@ class BatchSource(Protocol):
     """Gives each step its batch."""
 
     def next_batch(self, step: int, phase: Phase) -> StepBatch:
-        """Return the batch of a step; the first step is 1.
+        """Return the batch of a step, counted from 1.
 
         Raises:
             DataExhausted: there is no further batch.
@@ -90,14 +90,14 @@ class Stage(Protocol):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Models that the stage uses. They get the devices that several models share; if empty, nothing changes."""
+        """Models that the stage uses, to which shared devices are given. If it is empty, nothing changes."""
 
     def apply(self, batch: StepBatch) -> dict[str, float]:
-        """Write into `batch.tensors`; return metrics of the step."""
+        """Write into `batch.tensors`, and return metrics of the step."""
 
 
 class Trainer(Protocol):
-    """Makes the update of a step; the policy, or an object that has computed a part of it before."""
+    """Makes the update of a step, as the policy or as an object that has computed a part of it before."""
 
     def train(
         self, data: BatchedDataDict[Any], loss_fn: AnyLossFunction, *, gbs: int | Sequence[int] | None = None
@@ -112,7 +112,7 @@ def cannot_recover(run: "Run", failure: Exception) -> None:
 
 @dataclass
 class Run:
-    """All parts of one run, built by `setup` of its algorithm; a context manager that closes the run."""
+    """All parts of one run, built by `setup` of its algorithm, as a context manager that closes the run."""
 
     session: Session
     """Steps, metrics, validation, checkpoints."""
@@ -142,7 +142,7 @@ class Run:
         return self.roles["policy"]
 
     def close(self) -> None:
-        """Stop all workers and free what they hold; if a part fails to end, the others are ended all the same."""
+        """Stop all workers and free what they hold, also if some part fails to end."""
         self.__exit__(*sys.exc_info())
 
     def __iter__(self) -> NoReturn:
@@ -162,7 +162,7 @@ class Run:
 
 
 def train_with_restarts(run: Run) -> None:
-    """Train as `train` does; if ranks of a model die or hang, replace them and train again.
+    """Train as `train` does, but replace ranks of a model that die or hang, and train again.
 
     Args:
         run: the parts of the run.

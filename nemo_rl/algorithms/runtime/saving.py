@@ -38,13 +38,13 @@ class BackgroundSavable(Savable, Protocol):
         *,
         background: bool = False,
     ) -> None:
-        """Write as `Savable` does; with `background`, only copy what has to be written."""
+        """Write as `Savable` does, but with `background` only copy the data to write."""
 
     def checkpoint_is_written(self) -> bool:
         """Return whether nothing is being written any more."""
 
     def finalize_async_save(self) -> None:
-        """Wait until everything is written; raise the error of a write that failed."""
+        """Wait until everything is written, and raise the error of a write that failed."""
 
 
 class CheckpointSaver:
@@ -97,7 +97,7 @@ class CheckpointSaver:
             self.settle()
 
     def add_to_info(self, step: int, values: Mapping[str, Any]) -> None:
-        """Add values to the `training_info.json` of a step that this run has saved; nothing if it has not.
+        """Add values to the `training_info.json` of a step, if this run has saved the step.
 
         Raises:
             CheckpointError: the file could not be written; the checkpoint is as before.
@@ -108,7 +108,7 @@ class CheckpointSaver:
             self._checkpoints.add_to_training_info(self._checkpoints.checkpoint_dir / f"step_{step}", values)
 
     def settle(self, *, wait: bool = True) -> None:
-        """Complete the unfinished checkpoint, if there is one; without `wait`, only if all of it is written.
+        """Complete the unfinished checkpoint, if there is one, but without `wait` only if all of it is written.
 
         Raises:
             CheckpointError: the checkpoint could not be written; its folder is removed.

@@ -190,7 +190,7 @@ class Session:
         self.num_restarts = num_restarts
 
     def __enter__(self) -> Self:
-        """Begin the run; move the source, also one that was set after `setup`, to the checkpoint's position."""
+        """Begin the run by moving the source, also one that was set after `setup`, to the checkpoint's position."""
         if self._position is not None:
             self._parts.source.load_state_dict(self._position)
             self._position = None
@@ -207,7 +207,7 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        """End the run and log how it ended; the end of the data is not an error.
+        """End the run and log how it ended, without taking the end of the data for an error.
 
         Raises:
             RunInterruptedError: a signal ended the run before its last step.
@@ -226,7 +226,7 @@ class Session:
         return True
 
     def validate_alone(self) -> None:
-        """Validate the policy as it is, in place of training; log the metrics."""
+        """Validate the policy in its present state, in place of training, and log the metrics."""
         self._validate(self.state.total_steps)
         self._note_validation(wait=True)
 
@@ -308,7 +308,7 @@ class Session:
             yield
 
     def record(self, *groups: Mapping[str, float]) -> None:
-        """Add metrics of the step; `finish_step` logs them under `train/`."""
+        """Add metrics of the step, which `finish_step` logs under `train/`."""
         for group in groups:
             self._metrics.update(group)
 
@@ -357,7 +357,7 @@ class Session:
         return (periodic and step >= cadence.val_start_at) or (is_last and cadence.val_at_end)
 
     def _validate(self, step: int) -> None:
-        """Start a validation after the one before it; wait for it only if it may end the run."""
+        """Start a validation after the one before it, and wait for it only if it may end the run."""
         self._note_validation(wait=True)
         self._validations.start(step)
         self._note_validation(wait=self._cadence.stop_metric is not None)
@@ -415,14 +415,14 @@ class Session:
             )
 
     def _checkpoint_or_continue(self, step: int) -> None:
-        """Save now; a failed save does not end the run, because its newest weights exist only in memory."""
+        """Save now, but do not end the run if this fails, because its newest weights exist only in memory."""
         try:
             self._checkpoint(step)
         except CheckpointError as error:
             logger.error(_CONTINUES, error)
 
     def _settle_or_continue(self, *, wait: bool = True) -> None:
-        """Complete a checkpoint that is written in the background; a failure does not end the run."""
+        """Complete a checkpoint that is written in the background, and do not end the run if this fails."""
         if self._saver is not None:
             try:
                 self._saver.settle(wait=wait)

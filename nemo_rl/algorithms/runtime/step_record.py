@@ -69,7 +69,7 @@ class StepRecorder:
         self._output = OptionalOutput(f"Records of steps in {self._folder}", _FAILURES)
 
     def is_due(self, step: int) -> bool:
-        """Return whether a step can be repeated: its state is the initial one, or that of a checkpoint.
+        """Return whether a step can be repeated, because its state is the initial state or a checkpoint's.
 
         A checkpoint without the state of the optimizer is not enough.
         """
@@ -160,7 +160,7 @@ def code() -> Mapping[str, str]:
 
 
 def stage_tensors(batch: StepBatch) -> dict[str, Tensor]:
-    """Return what the stages computed of each token or row of a batch."""
+    """Return the values that the stages computed for each token or row of a batch."""
     return {name: batch.tensors[name] for name in TOKEN_TENSORS if name in batch.tensors}
 
 
@@ -188,7 +188,7 @@ def _identity(row: Trajectory) -> dict[str, Any]:
 
 
 def _write_both(path: Path, summary: Mapping[str, Any], content: Mapping[str, Any]) -> None:
-    """Write the two files of a record; a file of JSON is there only if the other one belongs to it."""
+    """Write the two files of a record, with a JSON file only if the other one belongs to it."""
     tensors = path.with_suffix(".pt")
     path.unlink(missing_ok=True)  # of this step of an earlier run in the folder
     try:

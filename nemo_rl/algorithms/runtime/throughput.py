@@ -57,7 +57,7 @@ class Throughput:
         return cls(policy, precision, num_ranks, devices, cluster.uses_gpu, samples_in_phase)
 
     def begin_step(self) -> None:
-        """Forget passes that were made since the last step, such as those of a validation."""
+        """Forget passes that were made since the last step, such as the passes of a validation."""
         self.policy.work.take()
 
     def of_step(self, metrics: Mapping[str, float], timings: Mapping[str, float]) -> dict[str, float]:
@@ -93,7 +93,7 @@ class Throughput:
         return found | self._operations(trained, scored)
 
     def _operations(self, trained: PassWork, scored: PassWork) -> dict[str, float]:
-        """Return the rates of operations; empty for a step without passes, or where they cannot be counted."""
+        """Return the rates of operations, or none for a step without passes or where they cannot be counted."""
         if not trained.lengths and not scored.lengths:
             return {}
         costs = self.policy.work.costs
@@ -118,12 +118,12 @@ class Throughput:
         return found
 
     def _peak(self, costs: PassCosts) -> float | None:
-        """Return the TFLOP/s of which the utilisation is a share; None if unknown."""
+        """Return the TFLOP/s at which the utilisation is 1, or None if unknown."""
         name = costs.device
         return peak_tflops(name) if name and self.precision in _HALF else None
 
     def _tell_once(self, costs: PassCosts) -> None:
-        """Log why a metric is missing; once, unless the reason changes."""
+        """Log why a metric is missing, once until the reason changes."""
         if costs == self._told:
             return
         self._told = costs

@@ -36,7 +36,7 @@ class ValidationResult:
 
     @property
     def by_set(self) -> dict[str, dict[str, float]]:
-        """Metrics by the prefix under which they are logged: `validation`, or that of a named data set."""
+        """Metrics by the prefix under which they are logged: `validation`, or the prefix of a named data set."""
         groups: dict[str, dict[str, float]] = {}
         for name, value in self.metrics.items():
             prefix, _, bare = name.partition("/")
@@ -56,13 +56,13 @@ class ValidationResult:
 
 
 class Validation(Protocol):
-    """Measures the policy on held-out data; may run while training goes on."""
+    """Measures the policy on held-out data, possibly while training goes on."""
 
     def start(self, step: int) -> None:
-        """Start to validate the policy as it is after `step`; no validation is running."""
+        """Start to validate the policy as it is after `step`, while no validation is running."""
 
     def finished(self, *, wait: bool) -> ValidationResult | None:
-        """Return the result of the started validation, once; None if there is none, or if it runs and not `wait`.
+        """Return the result of the started validation, once, or None if there is none, or it runs and not `wait`.
 
         Raises:
             Exception: the failure of the validation.
@@ -81,7 +81,7 @@ class InTurn:
     _result: ValidationResult | None = field(default=None, init=False)
 
     def start(self, step: int) -> None:
-        """See `Validation.start`; returns when the validation is finished."""
+        """See `Validation.start`. This one returns when the validation is finished."""
         started = time.perf_counter()
         metrics = self.validate(step)
         seconds = time.perf_counter() - started
@@ -93,7 +93,7 @@ class InTurn:
         return result
 
     def cancel(self) -> None:
-        """See `Validation.cancel`; nothing is running."""
+        """See `Validation.cancel`. Here nothing is running."""
 
 
 @dataclass
@@ -116,13 +116,13 @@ class Validations:
     """Step of the validation that runs; None: none does."""
 
     def start(self, step: int) -> None:
-        """Start a validation; the one before it is finished."""
+        """Start a validation, given that the one before it is finished."""
         if self.validation is not None:
             self.validation.start(step)
             self.started_step = self.running_step = step
 
     def log_finished(self, *, wait: bool) -> ValidationResult | None:
-        """Log the metrics of the started validation and return them, once; None as in `Validation.finished`.
+        """Log the metrics of the started validation and return them once, or None as `Validation.finished` does.
 
         Raises:
             ConfigError: checkpoints are to be ranked by a metric that it does not report.
@@ -158,7 +158,7 @@ class Validations:
             )
 
     def stop_reason(self, metrics: Mapping[str, float]) -> str | None:
-        """Return why the run has to stop after a validation with these metrics; None if it goes on.
+        """Return why the run has to stop after a validation with these metrics, or None if it goes on.
 
         Raises:
             CheckpointError: the validation does not report `stop_metric`.

@@ -49,7 +49,7 @@ _WAYS_OUT = (
 def log_memory(
     cluster: ClusterConfig, roles: Mapping[str, Role], available: float | None, rows_per_sample: int = 1
 ) -> str:
-    """Log the predicted memory of each model's ranks; warn if it is more than the ranks have.
+    """Log the predicted memory of each model's ranks, and warn if it is more than the ranks have.
 
     Args:
         roles: models of the run by name, the policy among them.
@@ -104,7 +104,7 @@ def ways_to_less(name: str, section: PolicyConfig) -> str:
 def memory_of_a_rank(
     cluster: ClusterConfig, gpu_size: float | None = None, host_size: float | None = None
 ) -> float | None:
-    """Return the bytes of one GPU, or a rank's share of a machine; None if the machines are on a cluster.
+    """Return the bytes of one GPU, or a rank's share of a machine, or None if the machines are on a cluster.
 
     Args:
         cluster: the machines; `gpu_memory_gb` comes first.
@@ -122,7 +122,7 @@ def memory_of_a_rank(
 
 
 def gpu_bytes() -> float | None:
-    """Return the bytes of the smallest GPU that this process may use; None if the driver does not report them."""
+    """Return the bytes of the smallest GPU that this process may use, or None if the driver does not report them."""
     try:
         return min(float(total) for (total,) in query_gpus("memory.total")) * 2**20
     except ValueError:
@@ -182,7 +182,7 @@ def forecast_memory(config: RunConfig, device: float) -> MemoryForecast:
 
 
 def warn_of_shortfalls(config: RunConfig, device: float, gpu_size: float | None, host_size: float | None) -> None:
-    """Log what a dry run would refuse, and host memory of models and engines beyond a GPU's share.
+    """Log the refusals of a dry run, and host memory of models and engines beyond a GPU's share.
 
     Args:
         config: a checked configuration of a run on GPUs.
@@ -279,7 +279,7 @@ class _Forecast:
         return groups
 
     def left_when_idle(self, name: str, role: Role, plan: MemoryPlan) -> Moment:
-        """Return what a model leaves on its devices while others work there."""
+        """Return the memory that a model holds on its devices while others work there."""
         if name == "policy":
             return {kind: size for kind, size in plan.moments["training"].items() if kind == "weights"}
         if not role.trains or training_backend(role.section).offloads_trained_weights:
@@ -355,14 +355,14 @@ class _Forecast:
 
     @cached_property
     def _cache_bytes(self) -> float:
-        """Bytes of a rank's key-value cache: as configured, or what the engine's share of the device leaves."""
+        """Bytes of a rank's key-value cache, as configured or as the engine's share of the device allows."""
         settings = engine_settings(self.policy, self.cluster, 0, load_weights=False)
         if settings.kv_cache_bytes is not None:
             return settings.kv_cache_bytes
         return self.device * settings.gpu_memory_utilization - self._engine.weights - self._engine.workspace
 
     def cache_tokens(self) -> float:
-        """Return the tokens that the cache has room for; negative where weights and workspace alone do not fit."""
+        """Return the tokens that the cache has room for, negative if weights and workspace alone do not fit."""
         return self._cache_bytes / self._engine.cache_per_token
 
     def engine(self) -> Moment:
@@ -375,7 +375,7 @@ class _Forecast:
 
 
 def _is_phase_of(name: str, phase: str) -> bool:
-    """Return whether a phase is one of this model, which is not the policy."""
+    """Return whether a phase belongs to this model, which is not the policy."""
     return phase in (f"{name}'s training", f"{name}'s scores")
 
 
@@ -406,7 +406,7 @@ def _state(plan: MemoryPlan) -> dict[str, float]:
 
 
 def _resting(shared: MemoryPlan) -> dict[str, float]:
-    """Return what the policy and the models on its devices leave there while engines work."""
+    """Return the bytes that the policy and models on its devices hold there while engines work."""
     return {
         kind: size
         for kind, size in shared.moments["training"].items()
@@ -415,7 +415,7 @@ def _resting(shared: MemoryPlan) -> dict[str, float]:
 
 
 def _held(plan: MemoryPlan) -> dict[str, float]:
-    """Return what a rank holds in its peak phase."""
+    """Return the memory that a rank holds in its peak phase."""
     return {**plan.stays, **plan.moments[plan.peak_moment]}
 
 

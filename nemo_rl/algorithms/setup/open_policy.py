@@ -32,7 +32,7 @@ _OF_TOKENS = (LossInputType.LOGPROB, LossInputType.VALUE)
 
 
 class OpenPolicy(Policy):
-    """A model with its optimizer, in its own processes; made by `open_policy`.
+    """A model with its optimizer, in its own processes, as `open_policy` makes it.
 
     Args:
         cluster: device and number of processes.
@@ -69,7 +69,7 @@ class OpenPolicy(Policy):
         gbs: int | Sequence[int] | None = None,
         mbs: int | None = None,
     ) -> TrainResult:
-        """Train as `Policy.train` does; `gbs=None` makes one update of the whole batch.
+        """Train as `Policy.train` does, with one update of the whole batch for `gbs=None`.
 
         On the CPU the loss is called on the first row in this process first, so that a mistake in it raises here; an
         exception in a worker ends all workers.
@@ -80,7 +80,7 @@ class OpenPolicy(Policy):
         return super().train(data, loss_fn, eval_mode, gbs or data.size, mbs)
 
     def shutdown(self) -> bool:
-        """End the processes; return whether all of them ended cleanly."""
+        """End the processes, and return whether all of them ended cleanly."""
         clean = super().shutdown()
         self._places.shutdown()
         return clean
@@ -104,7 +104,7 @@ def open_policy(
     seed: int = 0,
     **policy_keys: Any,
 ) -> OpenPolicy:
-    """Load a model for training; block until its processes are ready.
+    """Load a model for training, and block until its processes are ready.
 
     Args:
         model_name: Hugging Face id or folder.
@@ -131,7 +131,7 @@ def open_policy(
 
 
 def try_out(loss_fn: LossFunction, data: BatchedDataDict[Any]) -> Any:
-    """Call a loss with made-up log-probabilities or values; return what it returns."""
+    """Call a loss with made-up log-probabilities or values, and return its result."""
     rows = data.slice(0, getattr(loss_fn, "rows_per_unit", 1))
     num_rows, num_tokens = rows["input_ids"].shape
     scores = torch.full((num_rows, num_tokens - 1), -1.0, requires_grad=True)
@@ -140,7 +140,7 @@ def try_out(loss_fn: LossFunction, data: BatchedDataDict[Any]) -> Any:
 
 
 def _require_gpus(cluster: ClusterConfig) -> None:
-    """Check the GPUs as `config.check_device` does; the error names the arguments of `open_policy`."""
+    """Check the GPUs as `config.check_device` does, with the arguments of `open_policy` in the error."""
     if not cluster.uses_gpu or cluster_address():
         return
     found = count_gpus()

@@ -34,7 +34,7 @@ def check_backends(models: Mapping[str, Role], cluster: ClusterConfig) -> None:
 
 
 def check_added_models(config: MasterConfig, models: Mapping[str, Role]) -> None:
-    """Check the models that a program added to those of its configuration, which were checked before.
+    """Check the models that a program added to its configuration's models, which were checked before.
 
     Raises:
         ConfigError: a key is wrong, or a model does not fit its mesh.

@@ -30,7 +30,7 @@ from nemo_rl.models.policy.lm_policy import Policy
 
 
 def place_models(cluster: ClusterConfig, models: Mapping[str, Role]) -> dict[str, RayVirtualCluster]:
-    """Give bundles to every model and to "generation"; models that share devices get the same object.
+    """Give bundles to every model and to "generation", with the same object for models that share devices.
 
     Args:
         models: the models of the run; "policy" says where generation runs.
@@ -53,7 +53,7 @@ def make_clusters(
     num_sharing: int = 0,
     apart_from: Sequence[RayVirtualCluster] = (),
 ) -> tuple[RayVirtualCluster, RayVirtualCluster]:
-    """Return the bundles for policy and for generation; the same object if they are colocated or nothing is sampled.
+    """Return the bundles for policy and for generation, as the same object if they are colocated or nothing is sampled.
 
     Args:
         policy: says where generation runs.
@@ -136,7 +136,7 @@ class RankStarter:
 
 
 def saved_paths(name: str, role: Role, resume_path: Path | None) -> tuple[Path | None, Path | None]:
-    """Return the folders of a model's weights and of its optimizer in a checkpoint; None for what it does not load."""
+    """Return the folders of a model's weights and optimizer in a checkpoint, with None for an absent folder."""
     saved = resume_path / name if resume_path and role.trains else None
     if saved is None or not saved.exists():
         return None, None  # `resume_check` has accepted a checkpoint without this model
@@ -144,7 +144,7 @@ def saved_paths(name: str, role: Role, resume_path: Path | None) -> tuple[Path |
 
 
 def turns_of_start(cluster: ClusterConfig, roles: Mapping[str, Role]) -> list[list[str]]:
-    """Return the models that start at the same time: all, but of those on the same GPUs one, the owner last.
+    """Return the models that start at the same time, with one of each group on the same GPUs, the owner last.
 
     Each leaves the GPUs before the next starts (`leave_devices`). Restored at the same time, their optimizers would
     take more memory than any phase of a step. The owner is last because the policy's weights stay.
@@ -156,7 +156,7 @@ def turns_of_start(cluster: ClusterConfig, roles: Mapping[str, Role]) -> list[li
 
 
 def leave_devices(cluster: ClusterConfig, roles: Mapping[str, Role], models: Mapping[str, Any]) -> None:
-    """Move the state of models that share GPUs to host memory; the memory of a CPU holds all of them.
+    """Move the state of models that share GPUs to host memory, but not on a CPU, whose memory holds all of them.
 
     Args:
         models: ranks of some of them, by name; other names are ignored.
@@ -169,7 +169,7 @@ def leave_devices(cluster: ClusterConfig, roles: Mapping[str, Role], models: Map
 def start_models(
     cluster: ClusterConfig, roles: Mapping[str, Role], starts: Mapping[str, Callable[[], Any]], resources: ExitStack
 ) -> dict[str, Any]:
-    """Start the models of a run, and engines on devices of their own; block until they are ready.
+    """Start the models of a run, and engines on devices of their own, and block until they are ready.
 
     Args:
         starts: functions that start models and engines, by name; engines start together with the first models.
@@ -193,7 +193,7 @@ def replace_ranks(
     lost: Collection[str],
     resume_path: Path | None,
 ) -> None:
-    """Replace the ranks of all trained models, and of frozen ones that lost some; block until they are ready.
+    """Replace the ranks of all trained models, and of frozen ones that lost some, and block until they are ready.
 
     Args:
         resume_path: step folder that trained models load; None: their initial weights.
@@ -229,7 +229,7 @@ class Closable(Protocol):
 
 
 def start_together(starts: Mapping[str, Callable[[], Closable]], resources: ExitStack) -> dict[str, Any]:
-    """Start several things in parallel; block until all have started or failed.
+    """Start several things in parallel, and block until all have started or failed.
 
     Args:
         starts: functions that start them, by name; they are ended in reverse order.

@@ -18,7 +18,7 @@ _KEYS = (ROW_INPUTS, f"{ROW_INPUTS}_chosen", f"{ROW_INPUTS}_rejected")
 
 
 def check_rows(models: Sequence[PolicyConfig], data: RunData, *, sampled: bool) -> None:
-    """Look at the first row of each data set; later rows are checked when they are used.
+    """Look at the first row of each data set, since later rows are checked when they are used.
 
     Args:
         models: sections of the models that read the rows, the policy first.

@@ -43,11 +43,11 @@ class RunFolders:
     """Position in the data of that checkpoint."""
 
     def newest_checkpoint(self) -> Path | None:
-        """Return the newest undamaged checkpoint, also one that this run has written; None if there is none."""
+        """Return the newest undamaged checkpoint, also one that this run has written, or None if there is none."""
         return None if self.checkpoints is None else self.checkpoints.find_resumable()
 
     def check_position(self, data: Prompts) -> None:
-        """Check that the checkpoint's position belongs to this data; the session moves there later.
+        """Check that the checkpoint's position, to which the session moves later, belongs to this data.
 
         Raises:
             DataError: it is a position in other data.

@@ -32,7 +32,7 @@ type EndOfRun = Callable[[type[BaseException] | None, BaseException | None, Trac
 
 
 def record_run(log_dir: Path, config: MasterConfig, resources: ExitStack) -> EndOfRun:
-    """Write the record of a run that starts; its end is added when `resources` are closed.
+    """Write the record of a run that starts, and add its end when `resources` are closed.
 
     Args:
         log_dir: the run's folder.
@@ -74,7 +74,7 @@ def record_run(log_dir: Path, config: MasterConfig, resources: ExitStack) -> End
 
 
 def start_of_process(pid: int) -> int | None:
-    """Return when a process was started, in ticks since the machine was; None if it does not run, or cannot be seen."""
+    """Return when a process was started, in ticks since the machine was, or None if it does not run or is hidden."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):

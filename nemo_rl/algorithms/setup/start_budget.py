@@ -37,7 +37,7 @@ class StartBudget:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure a phase; phases follow each other."""
+        """Measure one of the phases, which follow each other."""
         began = time.perf_counter()
         try:
             yield
@@ -54,7 +54,7 @@ class StartBudget:
         self._workers += [(f"{name}: {phase.name}", phase) for phase in phases]
 
     def log(self, metrics: Logger) -> None:
-        """Log the table, and its seconds as metrics of step 0, `timing/start/<phase>`; the start ends now."""
+        """Log the table, and its seconds as metrics `timing/start/<phase>` of step 0, at the end of the start."""
         total = time.perf_counter() - self._started_at
         phases = self._phases | {_REST: max(total - sum(self._phases.values()), 0.0)}
         lines = [_line(name, seconds, total) for name, seconds in phases.items()]

@@ -1,4 +1,4 @@
-"""Parts of a run that a program passes to `setup` in place of those of the configuration.
+"""Parts of a run that a program passes to `setup` in place of the configured parts.
 
 Each part is optional and replaces the configured one in the algorithm's `recipe`, so nothing is loaded in vain.
 Invariant: a configuration that a program made is checked like one from a file, before anything starts.
@@ -28,7 +28,7 @@ from nemo_rl.utils.errors import ConfigError, did_you_mean
 
 @dataclass(frozen=True)
 class UserParts:
-    """User-supplied parts of a run; None (or no entry) takes the configured part."""
+    """User-supplied parts of a run, with None (or no entry) for the configured part."""
 
     tokenizer: PreTrainedTokenizerBase | None = None
     """Tokenizer of all models and of the data."""
@@ -81,7 +81,7 @@ class UserParts:
         return self.tokenizer
 
     def data(self, config: MasterConfig, load: Callable[[], RunData], *, sampled: bool = False) -> RunData:
-        """Return the rows of the run; its models and engines accept them.
+        """Return the rows of the run, after checking that its models and engines accept them.
 
         Args:
             load: function that loads the configured data.
@@ -107,7 +107,7 @@ class UserParts:
         return given_data(configured.train, self.val_dataset, config.data, sampled=sampled)
 
     def loss[Loss](self, configured: Loss, section: NamedPartConfig, rows_per_sample: int = 1) -> Loss:
-        """The loss of the run: that of the program, or else the class that `loss_fn.name` names, or the built-in one.
+        """The loss of the run: the program's loss, else the class that `loss_fn.name` names, else the built-in loss.
 
         Args:
             configured: the built-in loss of the algorithm.

@@ -10,7 +10,7 @@ from nemo_rl.models.generation.interfaces import EngineSettings
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; return 1 if a property fails."""
+    """Run the command and return 1 if a property fails."""
     parser = argparse.ArgumentParser(prog="python -m nemo_rl.commands.conformance", description=__doc__)
     parser.add_argument("backends", nargs="+", help="vllm, hf, megatron, or the dotted path of a class")
     parser.add_argument("--model", required=True, help="local folder of a small model and its tokenizer")

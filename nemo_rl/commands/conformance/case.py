@@ -31,7 +31,7 @@ type Banned = Callable[[list[int]], Sequence[int]]
 
 @lru_cache(maxsize=4)
 def model_of(folder: str, seed: int) -> PreTrainedModel:
-    """Load a checkpoint in float32; with a seed other than 0, multiply each weight by a random factor near 1."""
+    """Load a checkpoint in float32, with each weight multiplied by a random factor near 1 if the seed is not 0."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -93,7 +93,7 @@ def logprobs_of(
     sampling: SamplingParams,
     banned: Banned = lambda written: (),
 ) -> torch.Tensor:
-    """Return the float64 log-probability `[response length]` of each token of a response; see `distribution`."""
+    """Return the float64 log-probability `[response length]` of each token of a response (see `distribution`)."""
     ids = torch.tensor(list(response), dtype=torch.long)
     return distribution(model, prompt, response, sampling, banned).gather(1, ids[:, None])[:, 0]
 
@@ -108,11 +108,11 @@ _LOWEST_IDS, _NUM_IDS = 20, 200
 
 
 class ContractError(NemoRLError, AssertionError):
-    """An engine breaks its contract; the message says what was demanded and what came."""
+    """An engine breaks its contract, and the message says what was demanded and what came."""
 
 
 class NotOffered(NemoRLError):  # noqa: N818
-    """An engine lacks an optional part of the contract; the message says which."""
+    """An engine lacks the optional part of the contract that the message names."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Case:
 
     @cached_property
     def prompts(self) -> list[list[int]]:
-        """Prompts of very different lengths, the last one of more than half of the context."""
+        """Prompts of very different lengths, of which the last fills more than half of the context."""
         lengths = (3, 12, 1, 30, 7, self.max_model_len * 5 // 8)
         return [[_LOWEST_IDS + (11 * i + 7 * n) % _NUM_IDS for n in range(length)] for i, length in enumerate(lengths)]
 
@@ -156,7 +156,7 @@ class Case:
         return model_of(self.folder, seed)
 
     def compare(self, what: str, model: PreTrainedModel, request: GenerationRequest, result: GenerationResult) -> None:
-        """Compare log-probabilities with those of the reference.
+        """Compare log-probabilities with the reference's log-probabilities.
 
         Raises:
             ContractError: a token has no probability in the reference, or another one.
@@ -206,7 +206,7 @@ def _raises_itself(error: Exception) -> ContractError:
 def start(
     engine: Engine, requests: Iterable[GenerationRequest]
 ) -> tuple[list[str], list[asyncio.Future[GenerationResult]]]:
-    """Give requests to an engine; return their ids and the open answers.
+    """Give requests to an engine, and return their ids and the open answers.
 
     Raises:
         ContractError: the call of `generate` raises an error itself.
@@ -261,7 +261,7 @@ def same(first: GenerationResult, second: GenerationResult, tolerance: float) ->
 async def load(
     engine: Engine, model: PreTrainedModel, version: int, left_out: str | None = None, most: int | None = None
 ) -> list[str]:
-    """Give an engine new weights; return what `finish_weight_update` returns.
+    """Give an engine new weights, and return the result of `finish_weight_update`.
 
     The tensors are overwritten with NaN afterwards, since an engine may keep them until then only.
 
@@ -287,7 +287,7 @@ async def midway[Found](
     met: Callable[[Found, list[GenerationResult]], bool],
     again: Callable[[], Awaitable[object]] | None = None,
 ) -> tuple[Found, list[GenerationResult]]:
-    """Do something while responses are on their way; return its result and the responses.
+    """Do something while responses are on their way, and return its result and the responses.
 
     Args:
         requests: long ones, which all run at the same time.

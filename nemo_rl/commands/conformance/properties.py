@@ -59,12 +59,12 @@ async def greedy(engine: Engine, case: Case) -> None:
 
 
 async def logprobs(engine: Engine, case: Case) -> None:
-    """Log-probabilities are those of the model's distribution at the request's temperature."""
+    """Log-probabilities belong to the model's distribution at the request's temperature."""
     await _compare(engine, case, [{"temperature": temperature} for temperature in (1.0, 0.6, 1.7)])
 
 
 async def filters(engine: Engine, case: Case) -> None:
-    """top_k and top_p exclude tokens, and log-probabilities are those of the distribution that remains."""
+    """top_k and top_p exclude tokens, and log-probabilities belong to the distribution that remains."""
     both = {"temperature": 1.3, "top_k": 20, "top_p": 0.7}
     await _compare(engine, case, [{"top_k": 5}, {"top_p": 0.8}, both])
 
@@ -97,7 +97,7 @@ async def samples(engine: Engine, case: Case) -> None:
 
 
 async def seeds(engine: Engine, case: Case) -> None:
-    """A seed fixes a response, whatever else runs and in which order; other seeds give other responses."""
+    """A seed alone fixes a response, whatever else runs and in which order, and other seeds give other responses."""
     crowd = [ask(prompt, seed=100 + n) for n, prompt in enumerate([*case.prompts, *case.prompts])]
     together = await answers_of(engine, crowd)
     backwards = (await answers_of(engine, crowd[::-1]))[::-1]
@@ -199,7 +199,7 @@ async def _end_of_sequence(engine: Engine, case: Case, common: int) -> None:
 
 
 async def limits(engine: Engine, case: Case) -> None:
-    """Responses end at max_new_tokens and at the context's end; what cannot be served is refused by name."""
+    """Responses end at max_new_tokens and at the context's end, and a refusal names a request that cannot be served."""
     limit = case.max_model_len
     asked = [(ask([21, 22], max_new_tokens=1), 1), (ask([23] * (limit - 4), max_new_tokens=50), 4)]
     results = await answers_of(engine, [request for request, _ in asked])
@@ -221,7 +221,7 @@ def _long(case: Case, prompts: Sequence[int] = (0, 3)) -> list[GenerationRequest
 
 
 async def aborts(engine: Engine, case: Case) -> None:
-    """An abort ends a request with the tokens so far; others go on, and unknown ids are ignored."""
+    """An abort ends only its own request, which keeps its tokens so far, and ignores unknown ids."""
     requests = _long(case)
     complete = await answers_of(engine, requests)
 
@@ -266,7 +266,7 @@ async def so_far(engine: Engine, case: Case) -> None:
 
 
 async def update(engine: Engine, case: Case) -> None:
-    """After an update every response is that of the new weights, and says so; cached prompts are void."""
+    """After an update every response comes from the new weights and says so, without cached prompts of the old ones."""
     requests = [ask(prompt, seed=n, temperature=float(n % 2)) for n, prompt in enumerate(case.prompts)]
     await answers_of(engine, requests)
     for seed in (1, 2):
@@ -280,7 +280,7 @@ async def update(engine: Engine, case: Case) -> None:
 
 
 async def update_in_flight(engine: Engine, case: Case) -> None:
-    """Running responses go on with new weights; each token has the version and log-probability of what drew it."""
+    """Running responses go on with new weights, and each token has the version and log-probability of its weights."""
     old, new = case.model(1), case.model(2)
     requests = [
         ask(case.prompts[n], seed=n, max_new_tokens=LONG if n < 5 else 60, temperature=float(n % 2)) for n in (0, 3, 5)
@@ -393,7 +393,7 @@ async def sleep(engine: Engine, case: Case) -> None:
 
 
 async def death(engine: Engine, case: Case) -> None:
-    """An engine that breaks ends running and later calls with an error of the library; none hangs."""
+    """An engine that breaks ends running and later calls with an error of the library, and leaves no call hanging."""
     requests = [ask(case.prompts[n], seed=n, max_new_tokens=LONG) for n in (0, 3)]
     _, running = start(engine, requests)
     await asyncio.sleep(0.05)

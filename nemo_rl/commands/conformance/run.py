@@ -82,7 +82,7 @@ class Report:
     """Properties that hold."""
 
     def outcome(self, name: str) -> str:
-        """Return what a table says of a property."""
+        """Return a table's text on a property."""
         if name in self.failures:
             return "FAILS"
         return "yes" if name in self.holding else "-"

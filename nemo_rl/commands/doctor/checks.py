@@ -62,7 +62,7 @@ class Check[Given]:
 
 @dataclass(frozen=True)
 class NodeRequest:
-    """A run's requirements of one machine; plain values, which can be sent to the nodes of a cluster."""
+    """A run's requirements of one machine, as plain values that can be sent to the nodes of a cluster."""
 
     uses_gpu: bool | None = None
     """Whether each rank has a GPU; None without a configuration."""
@@ -90,7 +90,7 @@ class NodeRequest:
 
 
 def node_request(config: RunConfig | None, *, starts_ray: bool) -> NodeRequest:
-    """Return a configuration's requirements of each machine; without one, those of any run."""
+    """Return the requirements of each machine for a configuration, or for any run if there is no configuration."""
     if config is None:
         return NodeRequest(starts_ray=starts_ray)
     cluster = config.cluster

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run all checks and print the findings; return the exit status."""
+    """Run all checks, print the findings, and return the exit status."""
     with handlers_kept():
         leave_at_once()
         from nemo_rl.commands.doctor.examination import examine

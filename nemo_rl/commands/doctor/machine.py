@@ -37,7 +37,7 @@ _KINDS = {"amd64": "x86_64", "arm64": "aarch64"}
 
 
 def check_processor(request: NodeRequest) -> Finding:
-    """Name the processor's features; vLLM's build for CPUs needs AVX2 on x86-64."""
+    """Name the processor's features, which have to include AVX2 on x86-64 for vLLM's build for CPUs."""
     import torch  # slow, and no other check of a machine needs it in this process
 
     values = torch.cpu.get_capabilities()
@@ -112,7 +112,7 @@ def check_gpus(request: NodeRequest) -> Finding:
 
 
 def list_gpus() -> list[Gpu]:
-    """List the GPUs that `nvidia-smi` shows and this process may use; [] if it does not answer."""
+    """List the GPUs that `nvidia-smi` shows and this process may use, or none if it does not answer."""
     rows = query_gpus(*_FIELDS, timeout_s=_ANSWER_S)
     try:
         return [Gpu(name, driver, int(total) << 20, int(used) << 20, n) for name, driver, total, used, n in rows]
@@ -125,7 +125,7 @@ def _is_in_use(gpu: Gpu) -> bool:
 
 
 def _build_problem(driver: str) -> tuple[str, str] | None:
-    """Return why torch cannot use this driver, and the fix; None if it can, or torch is missing."""
+    """Return why torch cannot use this driver, and the fix, or None if it can or torch is missing."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None

@@ -1,4 +1,4 @@
-"""List the checks of one machine; they run here or, in one Ray task per node, on a cluster."""
+"""List the checks of one machine, which run here or in one Ray task per node of a cluster."""
 
 import os
 import subprocess
@@ -64,7 +64,7 @@ def check_exchange(request: NodeRequest, num_gpus: int) -> Finding:
 
 
 def _run(variables: Sequence[dict[str, object]]) -> tuple[dict[int, str], list[list[str]]]:
-    """Run one rank with each environment; return how some failed (as in `_await`) and each rank's output lines.
+    """Run one rank with each environment, and return the failures (as in `_await`) and each rank's output lines.
 
     The output goes to files: with NCCL_DEBUG=INFO it is more than a pipe without a reader holds.
     """
@@ -89,7 +89,7 @@ def _start(variables: dict[str, object], output: IO[str]) -> subprocess.Popen[by
 
 
 def _await(ranks: Sequence[subprocess.Popen[bytes]]) -> dict[int, str]:
-    """Wait until all ranks have ended or one has failed; return the failed ranks, else the unfinished ones, and why."""
+    """Wait until all ranks have ended or one has failed, and return the failed, else the unfinished ranks, and why."""
     end = time.monotonic() + DEADLINE_S - _GRACE_S
     while time.monotonic() < end and not any(p.poll() for p in ranks) and any(p.poll() is None for p in ranks):
         time.sleep(0.05)
@@ -98,7 +98,7 @@ def _await(ranks: Sequence[subprocess.Popen[bytes]]) -> dict[int, str]:
 
 
 def _end_with_the_doctor() -> None:
-    """Exit when the input ends; only the doctor has its other end."""
+    """Exit when the input ends, which means that the doctor has ended."""
     os.read(0, 1)  # not with `sys.stdin`: the interpreter needs its lock at exit
     os._exit(1)
 

@@ -1,4 +1,4 @@
-"""Run checks one after the other, each with a deadline; errors become findings.
+"""Run checks one after the other, each with a deadline, and turn their errors into findings.
 
 Invariant: a failed check skips only those checks that need it.
 """
@@ -55,7 +55,7 @@ def _answer(look: Callable[[], Finding], check: Check) -> Finding:
 
 
 def refusal(error: BaseException, advice: str = "") -> Finding:
-    """Convert an error into a finding; errors of the library contain their own advice."""
+    """Convert an error into a finding, with advice to report it if it is not an error of the library."""
     notes = getattr(error, "__notes__", [])
     if isinstance(error, NemoRLError):
         return Finding(Status.FAILED, "\n".join([str(error), *notes]), advice)
@@ -87,5 +87,5 @@ def as_the_run_says(call: Callable[[], Passed], advice: str = "") -> Finding:
 
 
 def smallest(findings: Iterable[Finding], number: str) -> float | None:
-    """Return the smallest value of a number that several machines measured; None if no machine did."""
+    """Return the smallest value of a number that several machines measured, or None if no machine did."""
     return min((f.numbers[number] for f in findings if number in f.numbers), default=None)

@@ -49,7 +49,7 @@ def check_versions(request: NodeRequest) -> Finding:
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of the relevant packages by name; the first on Python's path counts, as for an import."""
+    """Return the versions of the relevant packages by name, from the first on Python's path, as an import finds it."""
     pinned = [requirement.name for requirement in _requirements()]
     found: dict[str, str] = {}
     for name in dict.fromkeys((*SHOWN, *pinned)):
@@ -61,7 +61,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def _requirements() -> list[Requirement]:
-    """Return the library's requirements; [] if it is not installed but only on Python's path."""
+    """Return the library's requirements, or an empty list if it is not installed but only on Python's path."""
     try:
         return [Requirement(text) for text in importlib.metadata.requires(LIBRARY) or ()]
     except importlib.metadata.PackageNotFoundError:
@@ -86,7 +86,7 @@ def _of_python() -> Iterator[Problem]:
 
 
 def _of_pins(installed: Mapping[str, str], needed: set[str]) -> Iterator[Problem]:
-    """Yield violations of the library's requirements; packages of extras count only if they are installed."""
+    """Yield violations of the library's requirements, except packages of extras that are not installed."""
     for requirement in _requirements():
         name, version = canonicalize_name(requirement.name), installed.get(canonicalize_name(requirement.name))
         of_extra = requirement.marker is not None and "extra" in str(requirement.marker)

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Compute the rewards, write them and show the differences; return the exit status."""
+    """Compute the rewards, write them, show the differences, and return the exit status."""
     from nemo_rl.commands.regrade.run import regrade
     from nemo_rl.launch import command_line
 

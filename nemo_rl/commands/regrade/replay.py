@@ -120,7 +120,7 @@ def _plain(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
 
 
 def _absorb(graded: Regraded, step: StepResult) -> bool:
-    """Add the reward of a step; return False if there is none."""
+    """Add the reward of a step, or return False if it has none."""
     if step.error is not None or step.reward is None:
         graded.fail(step.error or "the environment returned no reward")
         return False
@@ -133,7 +133,7 @@ def _absorb(graded: Regraded, step: StepResult) -> bool:
 
 
 def _is_over(graded: Regraded, step: StepResult, later: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the episode ends here; note where it differs from the stored one."""
+    """Return whether the episode ends here, and note where it differs from the stored episode."""
     if step.terminated or len(later) < 2:
         if step.terminated and len(later) > 1:
             graded.diverged = f"the episode ends {len(later) // 2} responses earlier than the stored one"
@@ -144,7 +144,7 @@ def _is_over(graded: Regraded, step: StepResult, later: Sequence[Mapping[str, An
 
 
 def review_again(graded: Sequence[Regraded], review: AnswerReview) -> None:
-    """Review the samples that have a reward and stored tokens, as the run did; note the penalties on them."""
+    """Review the samples that have a reward and stored tokens, as the run did, and note their penalties."""
     for each in graded:
         row = each.sample.row
         if each.reward is not None and "token_ids" in row:
@@ -152,7 +152,7 @@ def review_again(graded: Sequence[Regraded], review: AnswerReview) -> None:
 
 
 def turn_spans(mask: Sequence[int]) -> list[tuple[int, int]]:
-    """Return first token and end of each sampled turn; between two turns there are tokens of the environment.
+    """Return first token and end of each sampled turn, between which the tokens of the environment are.
 
     Args:
         mask: for each token of the sequence, 1 if it was sampled and 0 if not.

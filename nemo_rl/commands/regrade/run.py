@@ -77,7 +77,7 @@ def _line(each: Regraded) -> dict[str, object]:
 
 
 def is_changed(each: Regraded) -> bool:
-    """Return whether the reward differs from the stored one; no reward differs from any."""
+    """Return whether the reward differs from the stored one, where no reward differs from any reward."""
     old, new = each.sample.reward, each.reward
     if old is None or new is None:
         return old is not new
@@ -140,7 +140,7 @@ def _text(reward: float | None) -> str:
 
 
 def _size(each: Regraded) -> float:
-    """Return the size of a change; a reward that appears or disappears is the largest."""
+    """Return the size of a change, which is largest for a reward that appears or disappears."""
     old, new = each.sample.reward, each.reward
     return float("inf") if old is None or new is None else abs(old - new)
 
@@ -194,7 +194,7 @@ def _configuration(file: Path, overrides: Sequence[str]) -> RolloutMasterConfig:
 
 
 def _by_environment(samples: Sequence[StoredSample], name: str | None) -> dict[str, list[StoredSample]]:
-    """Group samples by the environment that rewards them now: the named one, or that of the run."""
+    """Group samples by the environment that rewards them now: the named environment, or the run's."""
     groups: dict[str, list[StoredSample]] = {}
     for sample in samples:
         groups.setdefault(name or str(sample.row["task_name"]), []).append(sample)
@@ -213,7 +213,7 @@ def _check_names(environments: Mapping[str, object], config: RolloutMasterConfig
 
 
 def _with_data(samples: Sequence[StoredSample], data: RunData) -> list[Work]:
-    """Give each sample the datum of its row; each row is read once."""
+    """Give each sample the datum of its row, reading each row once."""
     sets = {"train": data.train, "validation": data.all_validation}
     read: dict[tuple[str, int], DatumSpec] = {}
     for sample in samples:

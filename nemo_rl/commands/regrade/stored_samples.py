@@ -29,7 +29,7 @@ class StoredSample:
 
     @property
     def reward(self) -> float | None:
-        """The stored reward; None if there was none."""
+        """The stored reward, or None if there was none."""
         reward: float | None = self.row["rewards"]
         return reward
 
@@ -73,7 +73,7 @@ def _opened(file: Path) -> TextIO:
 
 
 def read_samples(file: Path) -> Iterator[StoredSample]:
-    """Yield the samples of a file; of one with several conversations the first (`branch` 0).
+    """Yield the samples of a file, and only the first (`branch` 0) of a sample with several conversations.
 
     Raises:
         DataError: a line is no stored sample.

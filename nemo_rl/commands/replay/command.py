@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Repeat the step and show the result; return the exit status."""
+    """Repeat the step, show the result, and return the exit status."""
     from nemo_rl.commands.replay.run import replay
     from nemo_rl.host.boundary import raised_as
     from nemo_rl.launch import command_line

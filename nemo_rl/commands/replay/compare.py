@@ -46,7 +46,7 @@ def configuration(changed: Sequence[ChangedKey], before: Mapping[str, Any], now:
 def configuration_notes(
     changed: Sequence[ChangedKey], before: Mapping[str, Any], now: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield what is told of keys and is no difference by itself; arguments as in `configuration`."""
+    """Yield notes on keys that are no difference by themselves, from the arguments of `configuration`."""
     idle = [key.key for key in changed if _is_no_difference(key)]
     if idle:
         yield f"keys that are no difference by themselves have changed: {_listed(idle)}"
@@ -77,7 +77,7 @@ def _is_of_model(key: str, config: Mapping[str, Any]) -> bool:
 
 
 def _values(section: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return the values of a configuration by dotted path; a list is one value."""
+    """Return the values of a configuration by dotted path, with a list as one value."""
     found: dict[str, Any] = {}
     for name, value in section.items():
         found |= _values(value, f"{path}{name}.") if isinstance(value, Mapping) else {f"{path}{name}": value}
@@ -145,7 +145,7 @@ def sample_name(row: Mapping[str, Any]) -> str:
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Describe in which way a row differs; "" if it does not."""
+    """Describe in which way a row differs, or return "" if it does not."""
     return ", ".join(
         said if name in SAMPLED else f"{said} is {now[name]}, recorded {before[name]}"
         for name, said in _IN_SHORT.items()
@@ -247,7 +247,7 @@ def loss(recorded: Step, repeated: Step, update: int, limits: Tolerances) -> Com
 
 
 def _terms(update: UpdateRecord, *, of_microbatches: bool) -> dict[str, float]:
-    """Return the terms of a loss, then the loss; with `of_microbatches` also the loss of each microbatch."""
+    """Return the terms of a loss, then the loss, and with `of_microbatches` also the loss of each microbatch."""
     losses = {
         f"loss of microbatch {number} of data-parallel rank {rank}": value
         for rank, of_rank in enumerate(update.microbatch_losses)
@@ -258,7 +258,7 @@ def _terms(update: UpdateRecord, *, of_microbatches: bool) -> dict[str, float]:
 
 
 def of_update(step: Step, update: int) -> str:
-    """Return the name of an update for titles; "" if the step has one update."""
+    """Return the name of an update for titles, or "" if the step has one update."""
     return f" (update {update + 1})" if len(step.updates) > 1 else ""
 
 

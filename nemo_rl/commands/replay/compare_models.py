@@ -111,7 +111,7 @@ def new_weights(before: UpdateRecord, now: UpdateRecord, title: str, limits: Tol
 
 
 def _tensors(before: Prints, now: Prints, scales: Prints, limit: float, what: str) -> tuple[list[Difference], float]:
-    """Compare tensors by name; return the differences and the largest size.
+    """Compare tensors by name, and return the differences and the largest size.
 
     A size is relative to the norm of the tensor in `scales`, but at least to `_FLOOR` of the norm of all of them.
     """

@@ -79,7 +79,7 @@ class Comparison:
 
     @property
     def _not_compared(self) -> str:
-        """The parts of an equal step that were left out, as a sentence; "" if there are none."""
+        """A sentence on the parts of an equal step that were left out, or "" if there are none."""
         skipped = [
             f"{stage.name} ({stage.skipped})" for stage in self.stages if stage.skipped not in (None, NOT_RECORDED)
         ]
@@ -146,7 +146,7 @@ _NUMBERS = ("torch", "transformers", "numpy", "flash-attn", "triton")
 
 @dataclass(frozen=True)
 class Tolerances:
-    """The largest differences that count as equal; 0 for equal bits."""
+    """The largest differences that count as equal (0 for equal bits)."""
 
     advantages: float = 0.0
     """Absolute."""
@@ -238,7 +238,7 @@ def _layout(layout: Mapping[str, int]) -> str:
 
 
 def code_notes(recorded: Step, repeated: Step) -> list[str]:
-    """Return a note with the files of the library that differ from those of the run; none if all are equal."""
+    """Return a note with the files of the library that differ from the run's files, or None if all are equal."""
     before, now = recorded.summary["code"], repeated.summary["code"]
     names = (name for name in sorted({*before, *now}) if not name.startswith(_OUTSIDE_A_STEP))
     changed = [name for name in names if before.get(name) != now.get(name)]

@@ -87,7 +87,7 @@ def read_step(folder: Path, step: int) -> RecordedStep:
 
 @contextmanager
 def _damage_told(file: Path) -> Iterator[None]:
-    """Name the file if its content is not that of a record."""
+    """Name the file if its content is no record."""
     try:
         yield
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:

@@ -87,7 +87,7 @@ def _writes_prompts(task_name: str) -> bool:
 
 
 def _difference(trajectory: Trajectory, data: RunData) -> str | None:
-    """Describe how a prompt differs from its row; None if it does not."""
+    """Describe how a prompt differs from its row, or return None if it does not."""
     if trajectory.idx >= len(data.train):
         return f"the data has {len(data.train)} rows"
     recorded = _tokens(trajectory)
@@ -217,7 +217,7 @@ _CONFIG_FILE = "config.yaml"
 
 
 def replay(arguments: argparse.Namespace, output: TextIO) -> int:
-    """Run the command; return 0 if the step is equal, 1 if it differs.
+    """Run the command, and return 0 if the step is equal or 1 if it differs.
 
     Args:
         arguments: arguments of the command line, as `replay.command` defines them.
@@ -255,7 +255,7 @@ def replay(arguments: argparse.Namespace, output: TextIO) -> int:
 def _repeated(
     arguments: argparse.Namespace, config: GRPOMasterConfig, recorded: "RecordedStep"
 ) -> "tuple[Comparison, Step]":
-    """Repeat a step; return the comparison, and the step as it is now."""
+    """Repeat a step, and return the comparison and the repeated step."""
     from nemo_rl.algorithms.grpo import recipe
     from nemo_rl.commands.replay.compare import compare, configuration_notes
     from nemo_rl.commands.replay.findings import Comparison, chosen, code_notes, factor_of
@@ -276,7 +276,7 @@ def _repeated(
 
 
 def _checkpoint(recorded: "RecordedStep", step: int, given: Path | None, config: GRPOMasterConfig) -> Path | None:
-    """Return the step folder of the checkpoint before a step; None for the first step."""
+    """Return the step folder of the checkpoint before a step, or None for the first step."""
     if step == 1:
         if given is not None:
             raise ReplayError("step 1 begins with the initial weights. Leave --checkpoint out.")

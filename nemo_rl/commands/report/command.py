@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Write the file; return the exit status."""
+    """Write the file and return the exit status."""
     from nemo_rl.commands.report.page import write_report
     from nemo_rl.launch import command_line
 

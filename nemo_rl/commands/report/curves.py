@@ -26,7 +26,7 @@ class Curve:
     """Time at which each value was logged, in seconds since 1970; None if the file has no times."""
 
     def add(self, step: int, value: float | None, time: float | None) -> None:
-        """Add the value of a step; a step that is repeated after a restart replaces itself and what follows."""
+        """Add the value of a step, replacing the same step and all later ones if a restart repeats it."""
         self.cut(step)
         self.steps.append(step)
         self.values.append(finite(value))
@@ -64,7 +64,7 @@ class Curves:
     """Curves that went back by themselves since the last training step."""
 
     def read(self) -> bool:
-        """Read the lines that are new since the last call; return whether there were any."""
+        """Read the lines that are new since the last call, and return whether there were any."""
         start = self._read_to
         for row, end in self.run.metric_rows(self._read_to):
             self._read_to = end
@@ -95,17 +95,17 @@ class Curves:
         curve.add(step, value, time)
 
     def get(self, name: str) -> Curve:
-        """Return a curve; an empty one if the metric does not exist."""
+        """Return a curve, which is empty if the metric does not exist."""
         return self.by_name.get(name, Curve())
 
     @property
     def last_time(self) -> float | None:
-        """Seconds since 1970 of the last metric; None if the file has no times."""
+        """Seconds since 1970 of the last metric, or None if the file has no times."""
         return max((curve.times[-1] or 0.0 for curve in self.by_name.values()), default=0.0) or None
 
     @property
     def last_step(self) -> int:
-        """The last training step with metrics; 0 without one."""
+        """The last training step with metrics, or 0 if there is none."""
         return max((curve.steps[-1] for name, curve in self.by_name.items() if name.startswith("train/")), default=0)
 
 

@@ -50,7 +50,7 @@ class RunFiles:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The resolved configuration; empty if the file is missing or damaged."""
+        """The resolved configuration, which is empty if the file is missing or damaged."""
         try:
             tree = yaml.safe_load(read_text(self.folder / CONFIG_FILE))
         except (OSError, UnicodeError, yaml.YAMLError):
@@ -64,7 +64,7 @@ class RunFiles:
 
     @property
     def algorithm(self) -> str:
-        """The section with the number of steps, such as `grpo`; "" if there is none."""
+        """The section with the number of steps, such as `grpo`, or "" if there is none."""
         sections = (name for name in self.config if name not in _NOT_ALGORITHMS)
         return next((name for name in sections if set(_STEPS) & set(_section(self.config, name))), "")
 
@@ -75,7 +75,7 @@ class RunFiles:
         return value if isinstance(value, int) and value > 0 else None
 
     def record(self) -> dict[str, Any]:
-        """Return `run.json`; the status is "killed" if the process of a running run does not exist anymore."""
+        """Return `run.json`, with the status "killed" if the process of a running run no longer exists."""
         try:
             record = read_json(read_bytes(self.folder / RECORD_FILE))
         except OSError:
@@ -121,7 +121,7 @@ def find_run(path: Path) -> RunFiles:
 
 
 def read_json(line: bytes | str) -> Any:
-    """Read a line of JSON; None if it is none. Numbers that are not finite, such as 1e999, become None too."""
+    """Read a line of JSON, or return None if it is invalid, and replace numbers that are not finite (1e999) by None."""
     try:
         return json.loads(line, parse_constant=lambda _: None, parse_float=_finite_of)
     except (ValueError, RecursionError):
@@ -129,7 +129,7 @@ def read_json(line: bytes | str) -> Any:
 
 
 def finite(value: Any) -> float | None:
-    """Return a number as a float; None if it is none, is not finite, or does not fit."""
+    """Return a number as a float, or None if the value is no number, is not finite, or does not fit."""
     try:
         return _finite_of(value) if isinstance(value, int | float) else None
     except OverflowError:
@@ -157,6 +157,6 @@ def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _runs(record: Mapping[str, Any]) -> bool:
-    """Return whether the process of a record may still run; True if that cannot be found out."""
+    """Return whether the process of a record may still run, which is True if that cannot be found out."""
     pid, started = record.get("pid"), record.get("pid_started")
     return not isinstance(pid, int) or started is None or start_of_process(pid) == started

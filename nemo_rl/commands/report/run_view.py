@@ -25,7 +25,7 @@ _LARGEST = 2**32
 
 
 class TokenTexts:
-    """Decodes tokens one by one; without the file of the tokenizer, the texts are the numbers of the tokens.
+    """Decodes tokens one by one, or shows their numbers if the tokenizer's file is missing.
 
     Args:
         run: the run, whose configuration names the tokenizer: a folder, or a model in the hub's cache.
@@ -96,7 +96,7 @@ class RunView:
         self.curves, self.samples = Curves(self.run), SampleIndex(self.run)
 
     def read(self, most_files: int | None = None) -> bool:
-        """Read new metrics and samples; return whether there were any.
+        """Read new metrics and samples, and return whether there were any.
 
         Args:
             most_files: largest number of files of samples to read; None: all.
@@ -106,7 +106,7 @@ class RunView:
         return has_metrics or has_samples
 
     def _last_sampled(self) -> int | None:
-        """Return the last step whose training samples are of use; None if the run has logged no step.
+        """Return the last step whose training samples are of use, or None if the run has logged no step.
 
         Samples are written before the metrics of their step, and stay if it fails.
         """
@@ -130,7 +130,7 @@ class RunView:
         }
 
     def detail(self, number: int) -> dict[str, Any]:
-        """Return a sample with the texts of its tokens; it raises as `SampleIndex.detail`."""
+        """Return a sample with the texts of its tokens, and raise the errors of `SampleIndex.detail`."""
         detail = self.samples.detail(number)
         tokens = detail["tokens"]
         if tokens:

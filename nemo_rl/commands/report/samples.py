@@ -57,7 +57,7 @@ def training_file(step: int) -> str:
 
 
 def summary_of(line: bytes, phase: str, step: int) -> list[Scalar] | None:
-    """Return the values of `COLUMNS` of a sample; None if the line is no sample.
+    """Return the values of `COLUMNS` of a sample, or None if the line is no sample.
 
     Args:
         phase: phase of the file, "train" or "validation".
@@ -90,7 +90,7 @@ def _is_sample(row: Any) -> bool:
 
 
 def detail_of(line: bytes) -> dict[str, Any]:
-    """Return what the page shows of one sample, with its conversation and tokens.
+    """Return the page's data of one sample, with its conversation and tokens.
 
     Raises:
         ValueError: the line is no sample.
@@ -117,7 +117,7 @@ def detail_of(line: bytes) -> dict[str, Any]:
 
 
 def _tokens(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the columns of tokens; nothing if the sample has none, or numbers that are no tokens."""
+    """Yield the columns of tokens, or nothing if the sample has none or has numbers that are no tokens."""
     ids = _list(row, "token_ids")
     if not ids or not all(type(token) is int and token >= 0 for token in ids):
         return
@@ -236,7 +236,7 @@ def _number(name: str, text: str) -> float:
 logger = logging.getLogger(__name__)
 
 READ_ERRORS = (OSError, sqlite3.Error, ValueError, OverflowError, RecursionError)
-"""Errors of a full disk, and of files that are gone, damaged or written by a stranger."""
+"""Errors of a full disk, and of files that are gone, damaged or not written by this library."""
 _LARGEST_EXACT = 2**53
 CHOICES = ("phase", "outcome", "task")
 """Columns whose values a page offers as filters."""
@@ -257,7 +257,7 @@ class _Read(NamedTuple):
 
 @dataclass
 class SampleIndex:
-    """All samples of a run; for one thread at a time."""
+    """All samples of a run, for one thread at a time."""
 
     run: RunFiles
     last_step: int | None = None
@@ -288,7 +288,7 @@ class SampleIndex:
 
     @property
     def num_known(self) -> int:
-        """Samples that are shown; fast while nothing is read."""
+        """The number of samples that are shown, which is fast to get while nothing is read."""
         return int(self._known_now()["known"])
 
     @property
@@ -307,7 +307,7 @@ class SampleIndex:
         return sum(file.num_damaged for file in self._read.values())
 
     def read(self, most: int | None = None) -> bool:
-        """Read new files, which are always complete; return whether there were any.
+        """Read new files, which are always complete, and return whether there were any.
 
         A run that restarts writes the files of steps again; their samples replace the earlier ones. A file that cannot
         be read keeps what was read of it before, and is tried again the next time.
@@ -390,7 +390,7 @@ class SampleIndex:
         return [_shown(row) for row in self._table.execute(chosen) if row[0] in wanted]
 
     def chosen(self, most: int, among: Sequence[int] | None = None) -> list[int]:
-        """Choose whole groups evenly over the steps of each phase; a sample without a group is one of its own.
+        """Choose whole groups evenly over the steps of each phase, where a sample without a group is a group by itself.
 
         Args:
             most: number of samples; if not even one group has so few, the first is cut.
@@ -448,13 +448,13 @@ def _spaced(groups: list[list[int]], count: int) -> list[list[int]]:
 
 
 def _shown(row: Sequence[Scalar]) -> list[Scalar]:
-    """Return a row for a browser, which rounds whole numbers above 2^53; the table makes "1e999" infinite."""
+    """Return a row that a browser reads exactly, with integers above 2^53 as texts and infinite values as None."""
     values = (finite(value) if isinstance(value, float) else value for value in row)
     return [str(value) if isinstance(value, int) and abs(value) > _LARGEST_EXACT else value for value in values]
 
 
 def _state(file: Path | int) -> State:
-    """Return the state of a file or of an open one; (0, 0) if it is gone."""
+    """Return the state of a file or of an open file, or (0, 0) if it is gone."""
     try:
         found = os.stat(file)
     except OSError:

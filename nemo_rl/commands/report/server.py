@@ -57,7 +57,7 @@ class RunServer:
         self._changed = asyncio.Event()
 
     def application(self) -> Starlette:
-        """Return the application; it reads the run's files while it is served."""
+        """Return the application, which reads the run's files while it is served."""
         routes = [
             Route("/{key}/", self._page),
             Route("/{key}/news", self._news),
@@ -85,7 +85,7 @@ class RunServer:
             await asyncio.sleep(0 if self._view.samples.has_more else max(_READ_EVERY_S, took_s / _LARGEST_SHARE))
 
     def _read_once(self) -> bool:
-        """Read what is new; return whether the page differs. A reading that fails is repeated later."""
+        """Read new data and return whether the page differs, and leave a reading that fails to a later call."""
         record, error = self._view.run.record(), None
         has_news = record != self._status
         self._status = record
@@ -101,7 +101,7 @@ class RunServer:
         return has_news
 
     async def _in_thread[T](self, work: Callable[[], T]) -> T:
-        """Call a function on a thread; one call runs at a time."""
+        """Call a function on a thread, one call at a time."""
 
         def locked() -> T:
             with self._lock:

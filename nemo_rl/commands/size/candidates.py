@@ -36,13 +36,13 @@ class Candidate:
     """Rows of maximum length in a microbatch."""
 
     def divisions(self) -> int:
-        """Return the product of the sizes that divide the model or the rows; small ones are preferred."""
+        """Return the product of the sizes that divide the model or the rows, of which small ones are preferred."""
         axes = self.layout
         return axes.tp * axes.cp * axes.pp * axes.ep
 
 
 def layouts(job: Job) -> Iterator[ParallelLayout]:
-    """Yield all layouts of a job's ranks; none if other models and engines leave it no rank."""
+    """Yield all layouts of a job's ranks, or none if other models and engines leave it no rank."""
     if job.ranks < 1:
         return
     trains, dtensor = job.role.trains, job.section.backend_key == "dtensor_cfg"
@@ -240,7 +240,7 @@ class _Update:
 
     @property
     def reduces(self) -> bool:
-        """True if all weights have gradients and optimizer state; those of adapters are small."""
+        """True if all weights have gradients and optimizer state, which are small for adapters."""
         return self.job.role.trains and not self.job.adapts
 
     @property
@@ -301,7 +301,7 @@ class _Update:
         return self.microbatches * self.layers * share * moved / self._bandwidth(ep)
 
     def _data(self) -> tuple[float, float]:
-        """Return the seconds of FSDP's exchanges, which overlap with computation, and of those that do not overlap."""
+        """Return the seconds of FSDP's exchanges, which overlap with computation, and of all other exchanges."""
         axes, held = self.axes, self._dense_elements() + self._expert_elements()
         if self.job.section.backend_key != "dtensor_cfg":
             ranks = axes.data_parallel_size * axes.cp
@@ -327,7 +327,7 @@ class _Update:
         return mine * (copies * _FOUR_BYTES / HOST_LINK_GB_S + state / HOST_MEMORY_GB_S) / 1e9
 
     def _dense_elements(self) -> float:
-        """Return the elements of a stage on a tensor-parallel rank, without those of experts."""
+        """Return the elements of a stage on a tensor-parallel rank, without elements of experts."""
         trace = self.job.trace
         inside = sum(layer.matrices + layer.vectors for layer in trace.layers) / self.axes.pp
         outside = 0 if trace.tied else trace.embedding.total

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Size the run and print the proposal; return the exit status."""
+    """Size the run, print the proposal, and return the exit status."""
     with handlers_kept():
         leave_at_once()
         from nemo_rl.launch import command_line

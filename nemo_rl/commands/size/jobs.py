@@ -154,7 +154,7 @@ class Job:
 
     @property
     def batch(self) -> int:
-        """Rows of an update of the policy; other models read the same rows."""
+        """Rows in one update of the policy, which the other models read too."""
         return self.config.policy.train_global_batch_size * self.rows_each
 
     @property
@@ -183,7 +183,7 @@ class Job:
 
     @property
     def num_experts(self) -> int:
-        """Routed experts of a layer; 0 in a dense model."""
+        """Routed experts of a layer, or 0 in a dense model."""
         has_experts = any(layer.experts for layer in self.trace.layers)
         return next((n for key in _EXPERTS if (n := getattr(self.text, key, None))), 0) if has_experts else 0
 

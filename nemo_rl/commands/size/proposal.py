@@ -108,7 +108,7 @@ class _Placement:
         return self.gpu.memory_gib * 2**30
 
     def find(self) -> Proposal | None:
-        """Find the sizes of the other models, then those of the policy and of the engines; None if nothing fits."""
+        """Find the sizes of the other models, then of the policy and the engines, or return None if no sizes fit."""
         values: dict[str, Any] = {"cluster.gpu_memory_gb": self.gpu.memory_gib}
         models, searches = {}, {}
         for name in (name for name in self.config.models if name != "policy"):
@@ -136,7 +136,7 @@ class _Placement:
         return None
 
     def _engines(self, job: Job, chosen: Mapping[str, Any]) -> Sequence[EngineChoice | None]:
-        """Return the engines that fit next to sizes of the models; one None for a run without engines."""
+        """Return the engines that fit next to sizes of the models, or one None for a run without engines."""
         config = with_values(self.config, chosen)
         if config.policy.generation is None:
             return [None]
@@ -145,7 +145,7 @@ class _Placement:
     def _complete(
         self, job: Job, fitting: Fitting, chosen: dict[str, Any], engines: Sequence[EngineChoice | None]
     ) -> tuple[dict[str, Any], EngineChoice | None, MemoryForecast] | None:
-        """Add microbatches of log-prob passes and engines to sizes of the models; None if they are refused."""
+        """Add microbatches of log-prob passes and engines to sizes of the models, or return None on a refusal."""
         if not self._is_proven(with_values(self.config, chosen)):
             return None
         chosen = chosen | self._passes(job, fitting, chosen)
@@ -160,7 +160,7 @@ class _Placement:
         return None
 
     def _passes(self, job: Job, fitting: Fitting, chosen: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the largest microbatch of log-prob passes that fits, up to four times that of training."""
+        """Return the largest microbatch of log-prob passes that fits, up to four times the training microbatch."""
         config, candidate = with_values(self.config, chosen), fitting.candidate
         if not (isinstance(config, PolicyGradientMasterConfig) or config.keeps_reference):
             return {}
@@ -182,7 +182,7 @@ class _Placement:
         return max(sum(size for kind, size in each.items() if kind not in _OF_ENGINES) for each in held)
 
     def _is_proven(self, config: MasterConfig) -> bool:
-        """Return whether the backends accept the models; the check includes proofs on small models."""
+        """Return whether the backends accept the models in a check that includes proofs on small models."""
         try:
             check_backends(config.models, config.model_cluster)
         except ConfigError as error:

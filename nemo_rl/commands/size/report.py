@@ -92,7 +92,7 @@ def _data_sentence(search: Search, chosen: Candidate) -> str:
 
 
 def _compared(search: Search, fitting: Fitting, size_of: Callable[[Candidate], int]) -> str:
-    """Compare the estimate for a size with those for half and twice the size."""
+    """Compare the estimate for a size with the estimates for half and twice the size."""
     size, said = size_of(fitting.candidate), [f"an update takes about {_seconds(fitting.seconds)}"]
     for other in (size // 2, size * 2):
         if other:

@@ -21,7 +21,7 @@ from nemo_rl.utils.errors import ConfigError, did_you_mean
 
 
 def size_run(arguments: argparse.Namespace) -> int:
-    """Run the command; return the exit status.
+    """Run the command and return the exit status.
 
     Raises:
         ConfigError: the command line or the configuration is wrong.
@@ -53,7 +53,7 @@ def size_run(arguments: argparse.Namespace) -> int:
 def _written_values(
     arguments: argparse.Namespace, config: MasterConfig, schema: type[Any], found: Proposal
 ) -> dict[str, Any]:
-    """Return the values of a proposal to write; the memory of a GPU only if the command line names it."""
+    """Return the values of a proposal to write, with the memory of a GPU only if the command line names it."""
     named = arguments.gpu is not None or arguments.gpu_memory is not None
     proposed = {key: value for key, value in found.values.items() if named or key != "cluster.gpu_memory_gb"}
 
@@ -128,7 +128,7 @@ def shortage_lines(engines: str, local: MasterConfig, gpu: GpuKind, refused: Seq
 
 
 def _shortage(job: Job) -> str:
-    """Return what a model lacks on its ranks; empty if it fits alone."""
+    """Return what a model lacks on its ranks, or an empty text if it fits alone."""
     search = Search.of(job, 1.0)
     closest = search.closest()
     if search.has_room():

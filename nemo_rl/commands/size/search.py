@@ -80,7 +80,7 @@ def engines_of_one_rank(config: MasterConfig) -> dict[str, object]:
 
 
 def engine_choices(job: Job, config: MasterConfig, reserved: float) -> list[EngineChoice]:
-    """Return the engines that fit, the fastest first; equally fast ones with fewer ranks first.
+    """Return the engines that fit, the fastest first, and the fewest ranks first among equally fast engines.
 
     Engines over several machines are returned only if none fits on one, because their ranks exchange through a network.
 
@@ -105,7 +105,7 @@ def engine_choices(job: Job, config: MasterConfig, reserved: float) -> list[Engi
 
 
 def _choice(job: Job, config: MasterConfig, sizes: tuple[int, int, int], reserved: float) -> EngineChoice | None:
-    """Return an engine of these sizes with its share of the memory; None if it does not fit."""
+    """Return an engine of these sizes with its share of the memory, or None if it does not fit."""
     tensor, stages, engines = sizes
     experts = tensor if config.policy.sampling.engine.expert_parallel_size > 1 else 1
     changed = with_values(config, _sizes(tensor, stages, experts))
@@ -191,7 +191,7 @@ class Search:
 
     @classmethod
     def of(cls, job: Job, headroom: float = HEADROOM) -> "Search":
-        """Rank the candidates of a job by their estimates, those with offload last.
+        """Rank the candidates of a job by their estimates, with candidates that offload last.
 
         Estimates within `TIE` are equal: then less division of the model comes first, then larger microbatches.
 
@@ -231,7 +231,7 @@ class Search:
         return self._judged[candidate]
 
     def closest(self) -> Rejected | None:
-        """Return the candidate with too little room that needs the least memory; None if rules refuse all of them."""
+        """Return the candidate with too little room that needs least memory, or None if rules refuse all candidates."""
         least = [self.judge(candidate) for candidate in self._smallest()]
         without_room = [each for each in least if isinstance(each, Rejected) and each.needs]
         return min(without_room, key=lambda each: each.needs, default=None)
@@ -285,7 +285,7 @@ class Search:
         return frozenset(text for text in found if job.name not in text)
 
     def _broken_rule(self, candidate: Candidate) -> str:
-        """Return the first rule that a layout breaks, whatever the engines' own sizes; empty if it breaks none."""
+        """Return the first rule that a layout breaks, whatever the engines' own sizes, or "" if it breaks none."""
         job = self.job
         changed = with_values(job.config, engines_of_one_rank(job.config) | values_of(job, candidate))
         found = next((text for text in changed.findings() if text not in self._of_others), None)

@@ -18,7 +18,7 @@ NOT_BUILT = "not built yet"
 
 @dataclass(frozen=True)
 class Only:
-    """Restricts a key to the values that work today; others name the missing feature."""
+    """Restricts a key to the values that work today, and names the missing feature of other values."""
 
     allowed: tuple[Any, ...]
     """Values that are accepted."""
@@ -37,7 +37,7 @@ class Only:
 
 @dataclass(frozen=True)
 class OnlyWith:
-    """Marks a key that has an effect only where another key has certain values; elsewhere the loader reports it."""
+    """Marks a key that has an effect only if another key has certain values, and that the loader reports otherwise."""
 
     key: str
     """The other key: in the same section, or with each leading dot in the section above."""

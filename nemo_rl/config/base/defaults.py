@@ -47,7 +47,7 @@ _RESOLVERS: dict[str, Callable[..., Any]] = {
 
 
 def register_omegaconf_resolvers() -> None:
-    """Register `mul`, `div` (true division), `add` and `max` with OmegaConf; safe to call again."""
+    """Register `mul`, `div` (true division), `add` and `max` with OmegaConf, also if they are registered already."""
     for name, function in _RESOLVERS.items():
         if not OmegaConf.has_resolver(name):
             OmegaConf.register_new_resolver(name, function)

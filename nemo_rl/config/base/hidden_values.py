@@ -70,7 +70,7 @@ def _part(text: str) -> str | int:
 
 
 def without_secret(name: str, text: str) -> str:
-    """Return what others may read of a text that was written under a name."""
+    """Return the public part of a text that was written under a name."""
     is_secret = _VARIABLE.fullmatch(name) if name.isupper() else _KEY.fullmatch(name.lower())
     return HIDDEN if is_secret and text else _LOGIN.sub(f"{HIDDEN}@", text)
 
@@ -110,7 +110,7 @@ def public_values(config: BaseModel, mode: Literal["json", "python"] = "json") -
 
 
 def hidden_in(config: BaseModel) -> Mapping[Place, str]:
-    """Return what `hidden_values` found when a configuration was loaded; empty for one that was built in code."""
+    """Return the findings of `hidden_values` when a configuration was loaded, or none if it was built in code."""
     found: Mapping[Place, str] = getattr(config, "hidden_places", {})
     return found
 

@@ -12,7 +12,7 @@ _DATA_SUFFIXES = frozenset({".json", ".jsonl", ".parquet", ".arrow", ".csv", ".g
 
 
 def find_path(path: str | Path) -> Path | None:
-    """Return the absolute path of the existing file or folder that `path` means; None if there is none.
+    """Return the absolute path of the existing file or folder that `path` means, or None if there is none.
 
     Args:
         path: absolute, starting with `~`, or relative to the current folder or the repository root.

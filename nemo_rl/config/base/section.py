@@ -35,7 +35,7 @@ def derived(interpolation: str) -> Any:
 
 
 class Section(BaseModel):
-    """A group of keys; the text below each key is its sentence on the reference page.
+    """A group of keys, each with a text below it that is its sentence on the reference page.
 
     Class attributes a section may set (each a mapping from key to a text for the user, unless stated otherwise):
         later: NeMo RL keys of features that do not exist yet; accepted while off, refused when on.
@@ -162,7 +162,7 @@ class Section(BaseModel):
         return getattr(self, key)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        """Set a key; a mapping is checked and filled in as if it were written in the file.
+        """Set a key, with a mapping checked and filled in as if it were written in the file.
 
         Raises:
             ConfigError: a key is unknown, or a value of a wrong type or out of range.
@@ -219,7 +219,7 @@ def with_rest(section: type[Section], values: Mapping[str, Any]) -> dict[str, An
 
 
 def drop_inactive(section: type[Section], values: dict[str, Any]) -> dict[str, Any]:
-    """Remove keys without effect or value; refuse keys of features that do not exist yet."""
+    """Remove keys without effect or value, and refuse keys of features that do not exist yet."""
     idle = section.without_effect(values)
     given = {key: value for key, value in values.items() if value != MISSING}
     given = {key: value for key, value in given.items() if key in section.model_fields or not has_key(idle, key)}

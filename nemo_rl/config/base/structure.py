@@ -37,7 +37,7 @@ class NamedSections:
         return core_schema.no_info_before_validator_function(self._unified, handler.generate_schema(self.typed_dict))
 
     def _unified(self, values: Any) -> Any:
-        """Move each switch into its section; one that is off needs no section."""
+        """Move each switch into its section, which a switch that is off does not need."""
         if not isinstance(values, Mapping):
             return values
         moved = {key: value for key, value in values.items() if key not in dict(self.switches)}
@@ -122,7 +122,7 @@ class Slot:
         return Later(getattr(section, "later", {}), getattr(section, "neutral", {}))
 
     def child(self, key: str | int, value: Any) -> Slot | None:
-        """Return the place below `key` of `value`; None if the schema has no such key.
+        """Return the place below `key` of `value`, or None if the schema has no such key.
 
         Args:
             key: a mapping key, or an index if `value` is a list.
@@ -146,7 +146,7 @@ FREE = Slot()
 
 @cache
 def _slot_in(section: type[BaseModel], key: str) -> Slot | None:
-    """Return the place below a key of a section; None if it has no such key and takes no others."""
+    """Return the place below a key of a section, or None if it has no such key and takes no others."""
     field = section.model_fields.get(key)
     if field is not None:
         return Slot.of(field.annotation, field.metadata)
@@ -160,7 +160,7 @@ def has_key(keys: Iterable[str], key: str) -> bool:
 
 
 def known_keys(section: type[BaseModel]) -> set[str]:
-    """Return every key that a user may write in this section, including those without effect."""
+    """Return every key that a user may write in this section, including keys without effect."""
     extra = (getattr(section, kind, {}) for kind in ("later", "ignored", "moved"))
     return set(section.model_fields).union(*extra)
 
@@ -185,7 +185,7 @@ def mappings_in(
 
 
 def find_slot(root: type[BaseModel], path: Sequence[str | int], tree: Any) -> Slot | None:
-    """Follow `path` from the root section; None as soon as a key is not in the schema."""
+    """Follow `path` from the root section, or return None as soon as a key is not in the schema."""
     slot: Slot | None = Slot.of_section(root)
     for part in path:
         if slot is None:
@@ -196,7 +196,7 @@ def find_slot(root: type[BaseModel], path: Sequence[str | int], tree: Any) -> Sl
 
 
 def value_at(tree: Any, path: Sequence[str | int], default: Any = None) -> Any:
-    """Return the value below `path` in plain dicts and lists; `default` if the path does not exist."""
+    """Return the value below `path` in plain dicts and lists, or `default` if the path does not exist."""
     for part in path:
         if isinstance(tree, Mapping) and part in tree:
             tree = tree[part]
@@ -244,7 +244,7 @@ def _bounds_text(metadata: Iterable[Any]) -> str:
 
 
 def _number_text(bound: float) -> str:
-    """Return a bound as text; large ones with an exponent, as 10^6."""
+    """Return a bound as text, with an exponent if it is large, as 10^6."""
     exponent = round(math.log10(bound)) if bound >= 1e6 else 0
     return f"10^{exponent}" if exponent and bound == 10**exponent else str(bound)
 
@@ -262,7 +262,7 @@ def _value_text(value: Any) -> str:
 
 
 def _options(annotation: Any) -> list[Any]:
-    """Return the members of a union without `Annotated`; the annotation itself if it is not a union."""
+    """Return the members of a union without `Annotated`, or the annotation itself if it is not a union."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return _options(get_args(annotation)[0])

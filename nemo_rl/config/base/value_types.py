@@ -96,7 +96,7 @@ def _checked_address(address: str) -> str:
 
 
 def _problem_of(address: str) -> str | None:
-    """Return what is wrong with an address; None if it can be connected to."""
+    """Return why an address is wrong, or None if it can be connected to."""
     try:
         parts = urlsplit(address)
         port = parts.port

@@ -22,7 +22,7 @@ from nemo_rl.utils.errors import ConfigError
 
 
 def collect_errors(path: str | Path, algorithm: str, overrides: Sequence[str] = ()) -> list[str]:
-    """Return the errors of a configuration, key by key; an empty list if it loads.
+    """Return the errors of a configuration, key by key, or an empty list if it loads.
 
     Rules between keys are checked only after every single key is right.
 
@@ -44,7 +44,7 @@ def collect_errors(path: str | Path, algorithm: str, overrides: Sequence[str] = 
 
 
 def _known(schema: type[RunConfig], layer: Layer, found: list[str], variables: Collection[str]) -> Layer:
-    """Return a file without its unknown keys; add a message for each of them to `found`."""
+    """Return a file without its unknown keys, and add a message for each unknown key to `found`."""
     content: Any = OmegaConf.to_container(layer.content)
     for path, sentence in list(unknown_keys(schema, content)):
         if path[0] in variables:
@@ -55,7 +55,7 @@ def _known(schema: type[RunConfig], layer: Layer, found: list[str], variables: C
 
 
 def _unbuilt_environments(config: RunConfig) -> Iterator[str]:
-    """Yield data entries whose environment exists in NeMo RL but not here; a run checks its own registry instead."""
+    """Yield data entries with an environment of NeMo RL that is not built here. A run checks its own registry."""
     for name, environment in config.env_entries():
         if environment in NOT_BUILT_ENVIRONMENTS:
             yield f"{name}.env_name={environment}: {NOT_BUILT}, unless the name is registered for one of your own."

@@ -32,7 +32,7 @@ class IdleKey(NamedTuple):
 
 
 def idle_keys(config: Section, values: Mapping[str, Any], sources: Sources) -> list[IdleKey]:
-    """Return the written keys without effect; of a section without effect only the section.
+    """Return the written keys without effect, or only the section if the whole section has no effect.
 
     Args:
         config: the typed configuration.

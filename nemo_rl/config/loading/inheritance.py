@@ -84,7 +84,7 @@ def resolve_path(base_path: Path, path: str) -> Path:
 
 
 def merge_with_override(base_config: DictConfig, override_config: DictConfig) -> DictConfig:
-    """Merge the second config into the first; the second one wins.
+    """Merge the second config into the first, with priority for the second.
 
     Mappings merge key by key; lists and single values are replaced. A mapping that contains
     `_override_: true` replaces the mapping below it as a whole.
@@ -158,7 +158,7 @@ def _refuse_surprises(path: Path) -> None:
 
 
 def _odd_number(node: yaml.Node, seen: set[int]) -> yaml.ScalarNode | None:
-    """Return the first number of a node that YAML reads with base 60 or 8; nodes in `seen` are not visited again."""
+    """Return the first number of a node that YAML reads with base 60 or 8, without visiting nodes in `seen` again."""
     if isinstance(node, yaml.ScalarNode):
         is_number = node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float") and node.style is None
         return node if is_number and _ODD_NUMBER.fullmatch(f" {node.value}") else None
@@ -170,7 +170,7 @@ def _odd_number(node: yaml.Node, seen: set[int]) -> yaml.ScalarNode | None:
 
 
 def _num_values(node: yaml.Node, known: dict[int, int]) -> int:
-    """Return the number of values in an expanded node, at most `MOST_VALUES + 1`; `known` caches it by node."""
+    """Return the number of values in an expanded node, at most `MOST_VALUES + 1`, with `known` as a cache by node."""
     if id(node) not in known:
         known[id(node)] = MOST_VALUES + 1  # for a node that contains itself
         children = node.value if isinstance(node, yaml.SequenceNode | yaml.MappingNode) else []

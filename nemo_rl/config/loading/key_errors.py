@@ -82,7 +82,7 @@ def _nearest(key: str, parent: Sequence[str | int], siblings: list[str], schema:
 
 
 def _all_keys(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
-    """Yield each key's last name with its dotted path; the shallowest path of a name comes last."""
+    """Yield each key's last name with its dotted path, ending with the shallowest path of a name."""
     for name, field in section.model_fields.items():
         slot = Slot.of(field.annotation, field.metadata)
         below = {type_.__name__: type_ for type_ in slot.sections}
@@ -149,7 +149,7 @@ def _allowed(schema: type[BaseModel], path: Sequence[str | int], tree: Any) -> s
 
 
 def _path_in(tree: Any, loc: Sequence[str | int]) -> list[str | int]:
-    """Return the parts of pydantic's location that are keys; the location also names members of unions."""
+    """Return the parts of pydantic's location that are keys, without its names of union members."""
     path: list[str | int] = []
     for part in loc:
         here = value_at(tree, path)
@@ -223,7 +223,7 @@ def unusable_values(schema: type[BaseModel], values: Any, unresolved: Any, sourc
 
 
 def _leaves(value: Any, path: Place) -> Iterator[tuple[Place, Any]]:
-    """Yield a value and its path, or those of the elements of a list; mappings are visited by themselves."""
+    """Yield a value, or each element of a list, with its path, except mappings, which are visited separately."""
     if isinstance(value, list):
         for index, item in enumerate(value):
             if not isinstance(item, Mapping):
@@ -233,7 +233,7 @@ def _leaves(value: Any, path: Place) -> Iterator[tuple[Place, Any]]:
 
 
 def _problem_of(value: Any, key: str, place: Slot | None) -> str | None:
-    """Return why a key cannot have a value; None if it may."""
+    """Return why a key cannot have a value, or None if it can."""
     if isinstance(value, bool) and place is not None and place.takes_numbers_only:
         return " is not a number: true and false are switches"
     if not isinstance(value, str):

@@ -155,7 +155,7 @@ def variables_in(schema: type[Section], layers: Sequence[Layer]) -> set[str]:
 
 
 def merged(schema: type[Section], layers: Sequence[Layer], overrides: Sequence[str]) -> tuple[DictConfig, Sources]:
-    """Merge files, overrides and the schema's defaults; return the unresolved tree and the source of each value.
+    """Merge files, overrides and the schema's defaults, and return the unresolved tree and the source of each value.
 
     Raises:
         ConfigError: an override is wrong.
@@ -184,7 +184,7 @@ def merged(schema: type[Section], layers: Sequence[Layer], overrides: Sequence[s
 
 
 def save_resolved(config: BaseModel, path: str | Path) -> None:
-    """Write all values of a configuration as YAML, with secrets hidden; `load_config` reads the others back equal."""
+    """Write all values of a configuration as YAML that `load_config` reads back equal, except hidden secrets."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     kept = frozenset(hidden_in(config).values())
@@ -193,7 +193,7 @@ def save_resolved(config: BaseModel, path: str | Path) -> None:
 
 
 def layers_of(schema: type[Section], files: Sequence[Layer]) -> list[Layer]:
-    """Return the files, parents first, with every key in its own section; empty sections inherit all."""
+    """Return the files, parents first, with each key in its own section, where empty sections inherit everything."""
     return [_in_own_sections(schema, layer) for layer in files]
 
 
@@ -257,7 +257,7 @@ def validated[Config: Section](
 
 
 def _details_of(error: ValidationError) -> list[ErrorDetails]:
-    """Return pydantic's errors; none where a text is no UTF-8, which `unusable_values` reports."""
+    """Return pydantic's errors, or none where a text is no UTF-8, which `unusable_values` reports."""
     try:
         return error.errors()
     except UnicodeEncodeError:
@@ -265,7 +265,7 @@ def _details_of(error: ValidationError) -> list[ErrorDetails]:
 
 
 def _take_out_not_built(schema: type[Section], values: Any, sources: Sources) -> list[str]:
-    """Delete keys that switch on features that do not exist yet; return a line for each."""
+    """Delete keys that switch on features that do not exist yet, and return a line for each."""
     lines = []
     for slot, below, path in list(mappings_in(Slot.of_section(schema), values)):
         for key, refusal in list(slot.later_for(below).switched_on(below)):

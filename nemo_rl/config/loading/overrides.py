@@ -232,7 +232,7 @@ def _suggest_near_argument(path: Sequence[str], tree: Any, override: Override) -
 
 
 def _clear_other_kind(cfg: DictConfig, override: Override, current: Any) -> None:
-    """Let a list replace a mapping, or a mapping a list; OmegaConf cannot merge them."""
+    """Let a list replace a mapping, or a mapping a list, which OmegaConf cannot merge."""
     value = None if override.type == OverrideType.DEL else override.value()
     if (isinstance(current, dict) and isinstance(value, list)) or (
         isinstance(current, list) and isinstance(value, dict)
@@ -270,7 +270,7 @@ def _list_example(override: Override, text: str) -> str:
 
 
 def dotlist_to_overrides(arguments: Sequence[str]) -> list[str]:
-    """Rewrite the `key=value` arguments of a command line; options stay as they are.
+    """Rewrite the `key=value` arguments of a command line, and keep options unchanged.
 
     Args:
         arguments: for example `["--config", "a.yaml", "data.prompt_file=null"]`.

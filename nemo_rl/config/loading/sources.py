@@ -43,7 +43,7 @@ class Sources:
         return self._file_of(path) is not None or any(dotted_path(path) == key for key, *_ in self.overrides)
 
     def rank(self, path: Sequence[str | int]) -> int:
-        """Return the number of the last file that sets `path` or a key below it; -1: none does.
+        """Return the number of the last file that sets `path` or a key below it, or -1 if no file does.
 
         All overrides together have the number after that of the last file, since their order says little.
         """

@@ -1,1 +1,1 @@
-"""Checks keys against each other; a rule yields one text for each error it finds."""
+"""Checks keys against each other with rules, each of which yields one text for each error it finds."""

@@ -44,7 +44,7 @@ def product(engine: EngineConfig) -> str:
 
 
 def misplaced(tensor: int, size: int, counts: Sequence[int]) -> str | None:
-    """Say what is wrong with the number of ranks on each machine; None if they divide into engines.
+    """Describe a wrong number of ranks on a machine, or return None if all ranks divide into engines.
 
     Args:
         tensor: ranks of a tensor-parallel group.
@@ -158,7 +158,7 @@ def check_engines(section: str, generation: GenerationConfig, counts: Sequence[i
 
 
 def _check_servers(section: str, generation: GenerationConfig, counts: Sequence[int]) -> Findings:
-    """Check that SGLang's servers can be started or are named, and that they can do what is asked."""
+    """Check that SGLang's servers can be started or are named, and that they can do the requested work."""
     if generation.backend != "sglang":
         return
     keys, config = f"{section}.sglang_cfg", generation.sglang_cfg

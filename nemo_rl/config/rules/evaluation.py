@@ -55,7 +55,7 @@ def check_sampling(wanted: EvalConfig, generation: EvalGenerationConfig) -> Find
 
 
 def check_lengths(generation: EvalGenerationConfig, data: EvalDataConfig) -> Findings:
-    """Check that lengths fit the context of the engine; with an endpoint, that no key needs a tokenizer."""
+    """Check that lengths fit the context of the engine, or that no key needs a tokenizer if there is an endpoint."""
     context = generation.engine.max_model_len
     if generation.endpoint is not None:
         if data.max_input_seq_length not in (None, context):

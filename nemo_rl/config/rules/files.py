@@ -26,14 +26,14 @@ class PathKey(NamedTuple):
 
 
 def tokenizer_paths(place: str, tokenizer: TokenizerConfig) -> Iterator[PathKey]:
-    """Yield the keys of a tokenizer; a chat template may also be a text or the word `default`."""
+    """Yield the keys of a tokenizer, whose chat template may also be a text or the word `default`."""
     yield PathKey(place, tokenizer, "name")
     if (tokenizer.chat_template or "").endswith(".jinja"):
         yield PathKey(place, tokenizer, "chat_template")
 
 
 def check_files(paths: Iterable[PathKey]) -> Findings:
-    """Check that each file or folder exists; one that several keys name is reported for the first."""
+    """Check that each file or folder exists, and report a path that several keys name only for the first key."""
     seen: set[str] = set()
     for place, section, key in paths:
         value = getattr(section, key)
@@ -54,7 +54,7 @@ def check_files(paths: Iterable[PathKey]) -> Findings:
 
 
 def _irregular(path: Path) -> str | None:
-    """Return which file below a path no reader may open; None: there is none."""
+    """Return which file below a path no reader may open, or None if all are readable."""
     try:
         require_regular_files(path) if path.is_dir() else require_regular(path)
     except OSError as error:

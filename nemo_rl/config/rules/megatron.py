@@ -81,7 +81,7 @@ and whole blocks where a scale belongs to one."""
 
 
 def fp8_row_multiple(policy: PolicyConfig) -> int:
-    """Return the tokens of which each rank's part of a row has to be a multiple; 1 without training in float8."""
+    """Return the number of tokens that has to divide each rank's part of a row, or 1 without training in float8."""
     megatron = policy.megatron_cfg
     return _TOKENS[megatron.fp8_cfg.fp8_recipe] if megatron.enabled and megatron.fp8_cfg.enabled else 1
 
@@ -181,7 +181,7 @@ def check_megatron(section: str, config: MegatronConfig) -> Findings:
 
 
 def check_offloading(section: str, policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
-    """Check that Megatron Core can save and load an optimizer in host memory; on CPUs the option has no effect.
+    """Check that Megatron Core can save and load an optimizer in host memory, an option without effect on CPUs.
 
     Args:
         section: name of the model's section.
@@ -219,7 +219,7 @@ def _check_adapters(keys: str, config: MegatronConfig) -> Findings:
 
 
 def check_adapters_of_experts(section: str, config: MegatronConfig, fields: Mapping[str, Any]) -> Findings:
-    """Check the options of a mixture of experts with adapters; in a dense model they have no effect.
+    """Check the options of a mixture of experts with adapters, which have no effect in a dense model.
 
     Args:
         section: name of the model's section.

@@ -120,7 +120,7 @@ def check_one_layout(section: str, model: PolicyConfig) -> Findings:
 
 
 def check_placements(models: Mapping[str, Role], cluster: ClusterConfig) -> Findings:
-    """Every model but the policy has devices; other rules divide the cluster and need that.
+    """Check that every model but the policy has devices, which other rules need to divide the cluster.
 
     Args:
         models: the models of the run; the name of each is the name of its section.
@@ -210,7 +210,7 @@ type Judges = Mapping[str, RewardModelEnvironmentConfig | JudgeEngineConfig]
 
 
 def left_by_judges(cluster: ClusterConfig, judges: Judges) -> ClusterConfig:
-    """Return the part of a cluster that judges leave to the models of the run; all of it if their devices are wrong."""
+    """Return the part of a cluster that judges leave to the run's models, or all of it if judges have wrong devices."""
     if any(check_judges(judges, cluster)):
         return cluster
     for judge in judges.values():
@@ -247,7 +247,7 @@ def _check_gpus(judges: Judges, cluster: ClusterConfig) -> Findings:
 
 
 def check_teacher(teacher: TeacherConfig) -> Findings:
-    """The teacher is a language model without adapters; `second_models` checks the rest."""
+    """Check that the teacher is a language model without adapters, and leave the rest to `second_models`."""
     for key in teacher.adapter_keys:
         yield f"teacher.{key}.enabled=true adds untrained adapters. Set it to false."
     if teacher.reward_model_cfg.enabled:

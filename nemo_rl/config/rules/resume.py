@@ -1,4 +1,4 @@
-"""Decides which keys may differ between a checkpoint's configuration and that of the run that resumes from it.
+"""Decides which keys may differ between a checkpoint's configuration and the configuration of the resumed run.
 
 A changed key is either applied from the next step on, or refused. It is refused if the checkpoint holds a state that
 belongs to the old value, or if results before and after the change would not be comparable. Invariant: a key that
@@ -119,7 +119,7 @@ class ChangedKey:
 
     @property
     def about(self) -> str | None:
-        """The subject of the key, as in `APPLIED`; None if it is not there."""
+        """The subject of the key, as in `APPLIED`, or None if it is not there."""
         names = {self.key, f"policy.{self.key.partition('.')[2]}"} if self.of_model else {self.key}
 
         def holds(pattern: str) -> bool:

@@ -62,7 +62,7 @@ _OF_A_BUDGET = ("over_budget_penalty", "over_budget_tokens")
 
 
 def check_effort_levels(levels: Mapping[str, EffortLevelConfig], grpo: GRPOConfig) -> Findings:
-    """Check that levels differ in what the model reads, and that penalties have a budget and an effect."""
+    """Check that levels give the model different texts, and that penalties have a budget and an effect."""
     for name, level in levels.items():
         key = f"effort_levels.{name}"
         if not _NAME.fullmatch(name):
@@ -86,7 +86,7 @@ def check_effort_levels(levels: Mapping[str, EffortLevelConfig], grpo: GRPOConfi
 
 
 def left_by_gym(cluster: ClusterConfig, environments: Mapping[str, Any]) -> ClusterConfig:
-    """Return the machines that models of NeMo Gym's servers leave to the run; all of them if there are too few."""
+    """Return the machines that models of NeMo Gym's servers leave to the run, or all if there are too few."""
     section = environments.get(NEMO_GYM)
     taken = section.num_gpu_nodes if isinstance(section, NemoGymConfig) and cluster.uses_gpu else 0
     if not 0 < taken < cluster.num_nodes:
@@ -190,7 +190,7 @@ def check_reward_penalties(penalties: RewardPenaltyConfig) -> Findings:
 
 
 def check_ppo(ppo: PPOConfig, loss: ClippedPGLossConfig) -> Findings:
-    """Check that the critic can be trained alone at first, and that the loss uses what the formula computes."""
+    """Check that the critic can be trained alone at first, and that the loss uses the formula's results."""
     start, last = ppo.policy_training_start_step, ppo.max_num_steps
     if start >= last:
         yield (

@@ -29,17 +29,17 @@ class Role:
 
     @property
     def shares_with(self) -> str | None:
-        """Name of the model whose devices it uses, "policy" for the policy itself; None: it has its own devices."""
+        """Name of the model whose devices it uses ("policy" for the policy itself), or None if it has its own."""
         return self.section.placement.shares_with
 
 
 def trained(models: Mapping[str, Role]) -> dict[str, Role]:
-    """The models that are trained, which are those that a checkpoint holds."""
+    """The models that are trained, which are also the models of a checkpoint."""
     return {name: role for name, role in models.items() if role.trains}
 
 
 def sharing(models: Mapping[str, Role]) -> dict[str, list[str]]:
-    """The models on each group of devices, by the name of the model that owns the devices; the owner is first."""
+    """The models on each group of devices, owner first, by the name of the model that owns the devices."""
     owners = [name for name, role in models.items() if role.shares_with in (None, name)]
     members = {name: role.shares_with for name, role in models.items() if name not in owners}
     return {owner: [owner, *(name for name, host in members.items() if host == owner)] for owner in owners}
@@ -108,7 +108,7 @@ def busy_engines(overlap: OverlapConfig, cluster: ClusterConfig, policy: PolicyC
 
 
 def divide_cluster(cluster: ClusterConfig, models: Mapping[str, Role]) -> dict[str, ClusterConfig]:
-    """Give each model of a run its part of the cluster; models that share devices get the same part.
+    """Give each model of a run its part of the cluster, which is the same for models that share devices.
 
     The policy's part is what the models with their own devices leave; generation uses it too (`plan_topology`).
     On GPUs, one machine is divided by `resources.gpus_per_node` and several machines by `resources.num_nodes`. On CPUs
@@ -141,7 +141,7 @@ def without_devices(cluster: ClusterConfig, devices: OwnDevicesConfig) -> Cluste
 
 
 def model_ranks(cluster: ClusterConfig, models: Mapping[str, Role]) -> dict[str, int]:
-    """Ranks of each model of a run; models that share devices have the same number."""
+    """Ranks of each model of a run, equally many for models that share devices."""
     parts = divide_cluster(cluster, models)
     ranks = {name: parts[name].num_nodes * parts[name].policy_ranks_per_node for name in models}
     ranks["policy"] = plan_topology(parts["policy"], models["policy"].section).policy_ranks
@@ -149,7 +149,7 @@ def model_ranks(cluster: ClusterConfig, models: Mapping[str, Role]) -> dict[str,
 
 
 def parallel_sizes(policy: PolicyConfig, ranks: int) -> dict[str, int]:
-    """Return the sizes of the parallel axes and of the expert mesh; `dp_shard` takes the remaining ranks.
+    """Return the sizes of the parallel axes, with the remaining ranks in `dp_shard`, and of the expert mesh.
 
     Raises:
         ConfigError: the ranks do not divide into the given axes, or a stage's ranks into those of experts.

@@ -100,7 +100,7 @@ def check_records(
 
 
 def tracking_address(section: MlflowConfig) -> str | None:
-    """Return the address where MLflow keeps runs; None if none is configured."""
+    """Return the address where MLflow keeps runs, or None if none is configured."""
     return section.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or None
 
 

@@ -409,7 +409,7 @@ def _ranks_keys(generation: GenerationConfig, cluster: ClusterConfig) -> str:
 
 
 def _check_logprobs_mode(generation: GenerationConfig) -> Findings:
-    """Check that the engine's log-probs are those of the distribution that it samples from."""
+    """Check that the engine's log-probs belong to the distribution that it samples from."""
     changed = [
         f"{key}={value}"
         for key, value, unchanged in (

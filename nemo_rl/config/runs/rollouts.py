@@ -105,7 +105,7 @@ class MasterConfig(RunConfig):
 
     @property
     def policy_cluster(self) -> ClusterConfig:
-        """The part of the cluster that policy and generation have; all of it where a model is misplaced."""
+        """The part of the cluster that policy and generation have, or all of it if a model is misplaced."""
         cluster = self.model_cluster
         misplaced = any(check_placements(self.models, cluster))
         return cluster if misplaced else divide_cluster(cluster, self.models)["policy"]
@@ -154,14 +154,14 @@ class RolloutMasterConfig(MasterConfig):
 
     @property
     def reward_model(self) -> RewardModelEnvironmentConfig | None:
-        """The section of the reward model that rewards answers; None if no data names it."""
+        """The section of the reward model that rewards answers, or None if no data names it."""
         section = self.env.get("reward_model")
         is_used = any(name == "reward_model" for _, name in self.env_entries())
         return section if is_used and isinstance(section, RewardModelEnvironmentConfig) else None
 
     @property
     def llm_judge(self) -> LLMJudgeConfig | None:
-        """The section of the judge that engines of this run serve; None if no data names it, or it is elsewhere."""
+        """The section of the judge that engines of this run serve, or None if no data names it or it is elsewhere."""
         section = self.env.get("llm_judge")
         is_used = any(name == "llm_judge" for _, name in self.env_entries())
         return section if is_used and isinstance(section, LLMJudgeConfig) and section.engine else None
@@ -271,7 +271,7 @@ class PolicyGradientMasterConfig(RolloutMasterConfig):
         return self.loss_fn.reference_policy_kl_penalty != 0
 
     def policy_gradient_findings(self, section: str) -> Findings:
-        """Yield what is wrong with the keys that all of these algorithms have.
+        """Yield errors of the keys that all of these algorithms have.
 
         Args:
             section: name of the algorithm's section.
@@ -340,7 +340,7 @@ class GRPOMasterConfig(PolicyGradientMasterConfig):
 
 
 class PPOCheckpointingConfig(CheckpointingConfig):
-    """Saving and keeping checkpoints; a run started again resumes from the newest one."""
+    """Saving and keeping checkpoints. A run that is started again resumes from the newest one."""
 
     checkpoint_dir: str = "results/ppo"
     """Folder of the checkpoints, one step_<N> folder each."""
@@ -387,7 +387,7 @@ class PPOMasterConfig(PolicyGradientMasterConfig):
 
 
 class DistillationCheckpointingConfig(CheckpointingConfig):
-    """Saving and keeping checkpoints; a run started again resumes from the newest one."""
+    """Saving and keeping checkpoints. A run that is started again resumes from the newest one."""
 
     checkpoint_dir: str = "results/distillation"
     """Folder of the checkpoints, one step_<N> folder each."""

@@ -48,7 +48,7 @@ class RunConfig(Section):
 
     @property
     def models(self) -> dict[str, Role]:
-        """The models that have ranks, by name; none if only engines hold a model."""
+        """The models that have ranks, by name, or none if only engines hold a model."""
         return {}
 
     def rows_of(self, model: str) -> int:
@@ -88,15 +88,15 @@ class RunConfig(Section):
         raise NotImplementedError
 
     def findings(self) -> Findings:
-        """Yield what is wrong with keys that are right by themselves; a subclass adds the rules of its algorithm."""
+        """Yield errors of keys that are right by themselves, to which a subclass adds the rules of its algorithm."""
         raise NotImplementedError
 
     def missing_files(self) -> Findings:
-        """Yield what is wrong with the files and folders that keys name, if these can only be local."""
+        """Yield errors of the files and folders that keys name, if these can only be local."""
         return check_files(path for path in self.path_keys() if path.place != INHERITED)
 
     def notes(self) -> Iterator[str]:
-        """Yield what the user should know before the run starts, although it is no error here."""
+        """Yield hints for the user before the run starts, which are no errors."""
         yield from ()
 
     def check(self) -> None:

@@ -34,7 +34,7 @@ from nemo_rl.config.schema.named_part import DPOLossConfig, NamedPartConfig, RML
 
 
 class SFTCheckpointingConfig(CheckpointingConfig):
-    """Saving and keeping checkpoints; a run started again resumes from the newest one."""
+    """Saving and keeping checkpoints. A run that is started again resumes from the newest one."""
 
     checkpoint_dir: str = "results/sft"
     """Folder of the checkpoints, one step_<N> folder each."""
@@ -45,7 +45,7 @@ class SFTCheckpointingConfig(CheckpointingConfig):
 
 
 class DPOCheckpointingConfig(SFTCheckpointingConfig):
-    """Saving and keeping checkpoints; a run started again resumes from the newest one."""
+    """Saving and keeping checkpoints. A run that is started again resumes from the newest one."""
 
     checkpoint_dir: str = "results/dpo"
     """Folder of the checkpoints, one step_<N> folder each."""
@@ -54,7 +54,7 @@ class DPOCheckpointingConfig(SFTCheckpointingConfig):
 
 
 class RMCheckpointingConfig(DPOCheckpointingConfig):
-    """Saving and keeping checkpoints; a run started again resumes from the newest one."""
+    """Saving and keeping checkpoints. A run that is started again resumes from the newest one."""
 
     checkpoint_dir: str = "results/rm"
     """Folder of the checkpoints, one step_<N> folder each."""
@@ -132,7 +132,7 @@ class DPOMasterConfig(SupervisedMasterConfig):
 
     @property
     def keeps_reference(self) -> bool:
-        """True if the loss compares with the initial policy; SimPO and ORPO do not."""
+        """True if the loss compares with the initial policy, as all losses but SimPO and ORPO do."""
         return self.dpo.preference_loss not in ("simpo", "orpo")
 
     @override

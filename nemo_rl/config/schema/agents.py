@@ -66,7 +66,7 @@ class AgentKeys(Section):
 
 
 class AgentEndpointConfig(Section):
-    """The endpoint that the programs of agent environments call; it runs where rollouts are played."""
+    """The endpoint that the programs of agent environments call, which runs where rollouts are played."""
 
     host: Host = "127.0.0.1"
     """Address to listen on. Programs on other machines need "0.0.0.0"; every request needs the key of a sample in any

@@ -29,7 +29,7 @@ MetricName = Annotated[str, AfterValidator(_has_side)]
 
 
 class CheckpointingConfig(Section):
-    """Saving and keeping checkpoints; a run that is started again resumes from the newest one."""
+    """Saving and keeping checkpoints. A run that is started again resumes from the newest one."""
 
     later: ClassVar[dict[str, str]] = {
         "ft_save_period": "extra crash-recovery saves",

@@ -35,7 +35,7 @@ EnvVars = dict[str, Annotated[str, BeforeValidator(_as_text)]]
 
 
 class TimeoutsConfig(Section):
-    """Deadlines of the phases; a run that misses one stops and names what it waited for."""
+    """Deadlines of the phases. A run that misses one stops and names what it waited for."""
 
     setup_s: Seconds = 900.0
     """Seconds to start all workers and engines."""
@@ -83,7 +83,7 @@ class VenvConfig(Section):
 
 
 class DataPlaneConfig(Section):
-    """NeMo RL's section for moving rows without the driver; rollout runners and Ray's object store do so here."""
+    """NeMo RL's section for moving rows without the driver, which rollout runners and Ray's object store do here."""
 
     ignored: ClassVar[dict[str, str]] = dict.fromkeys(
         (
@@ -152,7 +152,7 @@ class ClusterConfig(Section):
 
     @property
     def policy_ranks_per_node(self) -> int:
-        """Policy processes on one machine; null is replaced by the default."""
+        """Policy processes on one machine, with null replaced by the default."""
         if self.ranks_per_node is not None:
             return self.ranks_per_node
         return self.gpus_per_node if self.uses_gpu else 1

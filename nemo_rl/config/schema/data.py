@@ -153,7 +153,7 @@ class DatasetDefaults(Section):
 
 
 class DatasetConfig(DatasetDefaults):
-    """One data set; keys left out come from data.default."""
+    """One data set, with data.default for keys that are left out."""
 
     inherits: ClassVar[str] = "data.default"
     decided_by: ClassVar[str] = "dataset_name"
@@ -297,7 +297,7 @@ class DataConfig(Section):
 
     @property
     def train_names(self) -> list[str]:
-        """The name of each training entry; see `DatasetDefaults.name`."""
+        """The name of each training entry (see `DatasetDefaults.name`)."""
         entries = self.train_entries
         kinds = ([getattr(entry, key) for entry in entries] for key in ("env_name", "dataset_name", "data_path"))
         told_apart = (names for values in kinds if len(set(names := list(map(_short, values))) - {""}) == len(entries))
@@ -306,7 +306,7 @@ class DataConfig(Section):
 
     @property
     def has_shares(self) -> bool:
-        """True if prompts are drawn from each training entry by its share; otherwise all rows are shuffled together."""
+        """True if prompts are drawn from each training entry by its share instead of from all shuffled rows."""
         return self.curriculum is not None or any(entry.weight is not None for entry in self.train_entries)
 
     @property

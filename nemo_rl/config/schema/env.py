@@ -29,7 +29,7 @@ from nemo_rl.config.schema.kits import (
 
 
 class EnvironmentSection(Section):
-    """Keys of every environment, which the library reads; environments without a schema may have them too."""
+    """Keys of every environment, which the library reads, also for environments without a schema."""
 
     step_timeout_s: Seconds | None = None
     """Seconds for the environment to answer one sample; null: cluster.timeouts.environment_s."""
@@ -76,7 +76,7 @@ class CodeEnvironmentConfig(SandboxKeys):
 
 
 class CodeJaccardEnvironmentConfig(Section):
-    """Similarity of the model's text with a reference program; nothing is run."""
+    """Similarity of the model's text with a reference program, without running anything."""
 
     ignored: ClassVar[dict[str, str]] = {"num_workers": "the comparison is too fast to need processes"}
 
@@ -93,7 +93,7 @@ def stop_strings_of(environments: Mapping[str, Any], name: str | None) -> list[s
 
 
 def output_bytes_of(environments: Mapping[str, Any], name: str | None) -> int | None:
-    """Return the bytes that a program of an environment may write; None if the environment grades no programs."""
+    """Return the bytes that a program of an environment may write, or None if the environment grades no programs."""
     section = environments.get(name or "")
     return section.output_bytes if isinstance(section, CodeEnvironmentConfig) else None
 

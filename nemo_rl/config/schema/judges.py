@@ -33,7 +33,7 @@ _WITHOUT_MEANING = frozenset(
 
 
 class JudgeEngineConfig(Section):
-    """Engines of the run that serve the judge's model; its weights do not change."""
+    """Engines of the run that serve the judge's model, whose weights do not change."""
 
     place: ClassVar[str] = "env.llm_judge.engine"
 
@@ -56,7 +56,7 @@ class JudgeEngineConfig(Section):
     """Where the judge computes."""
 
     def as_policy(self, temperature: float = 0.0, max_tokens: int = 512) -> PolicyConfig:
-        """Return the section of the engines' model, as that of a policy that is not trained.
+        """Return the section of the engines' model, in the form of a policy that is not trained.
 
         Args:
             temperature: sampling temperature.
@@ -95,7 +95,7 @@ class JudgeEngineConfig(Section):
 
 
 def _refused(name: str) -> str | None:
-    """Return why a key of `policy.generation` cannot be used for a judge; None if it can."""
+    """Return why a key of `policy.generation` cannot be used for a judge, or None if it can."""
     if name in _OF_THE_JUDGE:
         return f"write env.llm_judge.{_OF_THE_JUDGE[name]} instead of {name}"
     if name in _WITHOUT_MEANING:
@@ -164,7 +164,7 @@ class RewardModelEnvironmentConfig(Section):
     """Where the reward model computes."""
 
     def as_policy(self) -> PolicyConfig:
-        """Return the section of the model's ranks, as that of a policy that is not trained.
+        """Return the section of the model's ranks, in the form of a policy that is not trained.
 
         Raises:
             ConfigError: checkpoint_path has no model.
@@ -193,7 +193,7 @@ class RewardModelEnvironmentConfig(Section):
 
     @property
     def ends_with_turn(self) -> bool:
-        """True if a conversation ends with its last turn, whatever the chat template writes after it."""
+        """True if the text that the chat template writes after the last turn is dropped."""
         return self.conversation_end == "turn" or (self.conversation_end == "auto" and self.checkpoint_path is not None)
 
     @model_validator(mode="after")

@@ -161,7 +161,7 @@ class ToolConfig(NamedPartConfig):
 
 
 class PythonToolConfig(SandboxKeys):
-    """Arguments (`kwargs`) of the tool python; timeout_s of its entry is the limit of a program's wall time."""
+    """Arguments (`kwargs`) of the tool python, whose entry limits a program's wall time with its timeout_s."""
 
     stateful: bool = False
     """Whether a program sees the variables of the episode's earlier ones, which then run again before it."""
@@ -192,7 +192,7 @@ class ToolTokenizerConfig(Section):
 
 
 class ToolEnvironmentConfig(Section):
-    """Tools that the model calls; an answer without a call is its last, and is graded."""
+    """Tools that the model calls until it gives an answer without a call, which is graded."""
 
     tools: list[ToolConfig] = Field(default_factory=list)
     """The tools, which are offered in every prompt in addition to those of its row."""

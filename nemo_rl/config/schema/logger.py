@@ -100,7 +100,7 @@ class GpuMonitoringConfig(Section):
 
 
 class LoggerConfig(Section):
-    """Console, trackers and files; each run writes to its own folder log_dir/exp_NNN."""
+    """Console, trackers and files of a run, which writes to its own folder log_dir/exp_NNN."""
 
     log_dir: str = "logs"
     """Folder of all runs; a run makes exp_NNN below it."""

@@ -1,4 +1,4 @@
-"""The sections of parts that are chosen by name: `name`, and `kwargs` for a class of the user's own."""
+"""Sections that choose a part by `name`, with `kwargs` for a user's class."""
 
 from typing import Annotated, Any
 

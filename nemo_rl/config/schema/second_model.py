@@ -15,7 +15,7 @@ from nemo_rl.config.schema.model.policy import PlacementConfig, PolicyConfig
 
 
 class SecondModelConfig(PolicyConfig):
-    """A model next to the policy, such as a critic; length and batch sizes follow `policy` unless they are set."""
+    """A model next to the policy, such as a critic, with unset lengths and batch sizes taken from `policy`."""
 
     place: ClassVar[str] = "second_model"
     idle: ClassVar[dict[str, str]] = {"generation": "only the policy samples"}

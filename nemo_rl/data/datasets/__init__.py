@@ -1,4 +1,4 @@
-"""Re-exports data sets by name or path; their rows are checked one by one."""
+"""Re-exports data sets by name or path, whose rows are checked one by one."""
 
 from nemo_rl.compat.public_names import public_names
 from nemo_rl.data.collate_fn import eval_collate_fn, rl_collate_fn

@@ -63,7 +63,7 @@ class ArithmeticRows(Sequence[FormattedRow]):
 
 
 class ArithmeticDataset(RawDataset):
-    """Sums of integers, determined by the arguments alone; a subclass computes something else from the operands.
+    """Sums of integers that the arguments alone determine, or other results of the operands in a subclass.
 
     No sum is repeated if the split has enough different sums (for up to two million possible sums;
     above that, repeats are rare).
@@ -118,7 +118,7 @@ class ArithmeticDataset(RawDataset):
         )
 
     def split_train_validation(self, test_size: float, seed: int) -> None:
-        """Add validation sums; the training sums stay as they are.
+        """Add validation sums without changing the training sums.
 
         Args:
             test_size: Number of validation sums, or (below 1) their share of the training sums.
@@ -140,7 +140,7 @@ class ArithmeticDataset(RawDataset):
 
 
 class ProductsDataset(ArithmeticDataset):
-    """Products of integers ("347*582="); arguments and split as for sums."""
+    """Products of integers ("347*582="), with the arguments and the split of sums."""
 
     def _rows_of(self, operands: np.ndarray) -> ArithmeticRows:
         return ArithmeticRows(operands, self._task_name, "*", math.prod)
@@ -210,7 +210,7 @@ class WorkedSumsDataset(RawDataset):
         self.num_rows = len(self.dataset)
 
     def split_train_validation(self, test_size: float, seed: int) -> None:
-        """Add validation sums; the training sums stay as they are."""
+        """Add validation sums without changing the training sums."""
         self._sums.split_train_validation(test_size, seed)
         if self._sums.val_dataset is not None:
             self.val_dataset = self._rows(self._sums.val_dataset, VALIDATION)

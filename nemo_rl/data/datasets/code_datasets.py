@@ -88,7 +88,7 @@ class HumanEvalDataset(_Programs):
 
 
 class MBPPDataset(_Programs):
-    """MBPP: the question has the first test, as usual, because it names the function; the other tests are hidden."""
+    """MBPP, with the first test in the question, as usual, because it names the function, and other tests hidden."""
 
     def columns(self) -> list[str]:
         """Return the columns of the question, of the tests and of the reference solution."""

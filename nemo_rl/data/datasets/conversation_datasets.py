@@ -157,7 +157,7 @@ def checked_messages(messages: Any, key: str) -> list[dict[str, Any]]:
 
 
 def message_list(messages: Any, key: str, known_roles: Collection[str] | None = ROLES) -> list[dict[str, Any]]:
-    """Return messages with a role and text as content; the last one may have any role.
+    """Return messages with a role from `known_roles` and text as content.
 
     Args:
         messages: A value of a row.
@@ -236,7 +236,7 @@ def _without_nulls(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class PlainTextDataset(RawDataset):
-    """Rows with a text, all of whose tokens are trained on; no chat template is involved.
+    """Rows with a text, all of whose tokens are trained on, without a chat template.
 
     Args:
         config: The entry of `data.train` or `data.validation`: `data_path` or `data_files`, `text_key` and

@@ -94,7 +94,7 @@ def _load_hub(path: str, subset: str | None, split: str, section: str) -> "datas
 
 
 def _download_files(builder: "datasets.DatasetBuilder") -> None:
-    """Download the files of a data set, all splits, to where `datasets` finds them; nothing if it is prepared."""
+    """Download the files of a data set, all splits, to where `datasets` finds them, unless it is prepared."""
     files = [file for split in (builder.config.data_files or {}).values() for file in split]
     if Path(builder.cache_dir).is_dir() or not all(str(file).startswith(_HUB) for file in files):
         return

@@ -83,7 +83,7 @@ def _object(row: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _joined(items: list[Mapping[str, Any]]) -> Iterator[Message]:
-    """Yield the messages of items; calls that follow each other are one message, and reasoning is left out."""
+    """Yield the messages of items, with consecutive calls in one message and without reasoning."""
     calls: list[Message] = []
     for item in items:
         kind = item.get("type") or "message"

@@ -28,7 +28,7 @@ _SPEAKERS = {"Human": "user", "Assistant": ASSISTANT}
 
 
 class PairDataset(RawDataset):
-    """Pairs from a local file, a mirror or the hub; a subclass reads the rows.
+    """Pairs from a local file, a mirror or the hub, whose rows a subclass reads.
 
     Args:
         config: The entry of `data.train` or `data.validation`.
@@ -143,7 +143,7 @@ class HelpSteer3Dataset(PairDataset):
         )
 
     def margin_of(self, row: Row, key: str) -> float:
-        """Return the number in a column; of `overall_preference` the absolute value."""
+        """Return the number in a column, or the absolute value for `overall_preference`."""
         return abs(row[_PREFERENCE]) if key == _PREFERENCE else super().margin_of(row, key)
 
 
@@ -306,7 +306,7 @@ PAIRS = DatasetKind("BinaryPreferenceDataset", DATASET_REGISTRY, "pair", ranked_
 
 
 def load_preference_dataset(config: DatasetConfig | Mapping[str, Any], role: str = TRAIN) -> RawDataset:
-    """Load the data set of one config entry; see `DatasetKind.load`."""
+    """Load the data set of one config entry (see `DatasetKind.load`)."""
     return PAIRS.load(config, role)
 
 

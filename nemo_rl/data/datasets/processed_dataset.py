@@ -1,4 +1,4 @@
-"""Turns formatted rows into data with token ids; a row is processed when it is read.
+"""Turns each formatted row into a datum with token ids when it is read.
 
 Invariant: `dataset[i]` depends on the rows only, so any worker process and any resumed run gives the same datum.
 """
@@ -85,7 +85,7 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         return len(self.dataset)
 
     def __getitem__(self, idx: int) -> DatumSpec:
-        """Process row `idx`; with a `stand_in` no row raises.
+        """Process row `idx`, or return the `stand_in`, if there is one, instead of raising.
 
         Raises:
             DataError: The row's task has no processor, or the row cannot be rendered.
@@ -99,7 +99,7 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         return datum
 
     def leave_out_unusable(self, num_tried: int, *, over_long: bool) -> list[BadRow]:
-        """Process the first rows now and leave out those that cannot be used; later ones are replaced by `stand_in`.
+        """Process the first rows now and leave out unusable ones, while `stand_in` replaces later unusable rows.
 
         Args:
             num_tried: Number of rows to process.
@@ -151,7 +151,7 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         return f"{TOO_LONG}={self.max_seq_length}"
 
     def length_that_keeps(self, share: float, num_tried: int) -> int | None:
-        """Return the length in tokens that this share of the first usable rows does not exceed; None without any."""
+        """Return the token length that this share of the first usable rows does not exceed, or None without rows."""
         lengths = []
         for idx in range(min(num_tried, len(self))):
             with suppress(DataError):
@@ -215,7 +215,7 @@ class RowsWithPlace(Protocol):
 
 
 class MixedDataset(Dataset[DatumSpec]):
-    """Several data sets one after another, as one; `idx` counts through all of them.
+    """Several data sets one after another, as one data set with `idx` through all of them.
 
     Args:
         parts: The data sets, in order.

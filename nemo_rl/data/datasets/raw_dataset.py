@@ -36,7 +36,7 @@ class ArrowNulls:
         }
 
     def removed(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return the row without added nulls; columns without structs and lists stay as they are."""
+        """Return the row without added nulls, and with unchanged columns if they have no structs and lists."""
         if not self._nested:
             return row
         return {key: _without(value, self._nested[key]) if key in self._nested else value for key, value in row.items()}
@@ -92,7 +92,7 @@ class RawDataset:
 
     @property
     def task_name(self) -> str | None:
-        """Environment that grades the answers; a mapping of processors uses it as key."""
+        """Environment that grades the answers, which is also the key of a mapping of processors."""
         return self.data_config.env_name
 
     @property
@@ -113,7 +113,7 @@ class RawDataset:
         self.unused_columns = tuple(sorted(set(rows.columns) - rows.columns_read - IGNORED_COLUMNS))
 
     def draw_rows(self, max_samples: int | None, seed: int) -> None:
-        """Keep at most this many of the usable rows, in the file's order; all of them if there are fewer.
+        """Keep at most this many of the usable rows, in the file's order.
 
         Args:
             max_samples: None keeps all.
@@ -126,7 +126,7 @@ class RawDataset:
         self.dataset = RowView(self.dataset, np.sort(order[:max_samples]))
 
     def split_train_validation(self, test_size: float, seed: int) -> None:
-        """Set rows aside for validation, chosen by `seed`; both parts keep the file's order.
+        """Set rows aside for validation, chosen by `seed`, in the file's order for both parts.
 
         Args:
             test_size: A share of the rows (below 1), or a number of rows; 0 sets none aside.
@@ -234,13 +234,13 @@ class RowView(Sequence[FormattedRow]):
 
 
 def row_place(rows: Sequence[FormattedRow], position: int) -> tuple[str, int]:
-    """Return the place of a row; rows without a place get their position."""
+    """Return the place of a row, which is its position if the row names no place."""
     place = getattr(rows, "place", None)
     return (type(rows).__name__, position) if place is None else place(position)
 
 
 def _scan(table: RowTable, columns: Sequence[str]) -> Iterator[tuple[int, Row | None]]:
-    """Yield every row with at least `columns`; None for a row of a table that is not UTF-8."""
+    """Yield every row with at least `columns`, or None for a row of a table that is not UTF-8."""
     rows = table.rows
     if not is_table(rows):
         yield from enumerate(rows)

@@ -61,7 +61,7 @@ class EpisodeRows(Sequence[FormattedRow]):
 
 
 class EpisodesDataset(RawDataset):
-    """Seeds of episodes; the environment makes the prompts of them.
+    """Seeds of episodes, from which the environment makes the prompts.
 
     Args:
         config: `num_samples`, `seed` and `split` are used; `processor` has to be `episode_data_processor`.
@@ -87,7 +87,7 @@ class EpisodesDataset(RawDataset):
         self.num_rows = num_samples
 
     def split_train_validation(self, test_size: float, seed: int) -> None:
-        """Add episodes of validation; those of training stay as they are.
+        """Add episodes of validation without changing the training episodes.
 
         Args:
             test_size: number of episodes, or (below 1) their share of those of training.
@@ -125,7 +125,7 @@ class ResponseDataset(RawDataset):
         return [self.input_key, self.output_key]
 
     def to_messages(self, row: Row) -> list[dict[str, str]]:
-        """Return the conversation of a raw row; the last message is the answer.
+        """Return the conversation of a raw row, with the answer as the last message.
 
         Raises:
             RowError: The row cannot be used; the message says why.
@@ -234,5 +234,5 @@ RESPONSES = DatasetKind("ResponseDataset", DATASET_REGISTRY)
 
 
 def load_response_dataset(config: DatasetConfig | Mapping[str, Any], role: str = TRAIN) -> RawDataset:
-    """Load the data set of one config entry; see `DatasetKind.load`."""
+    """Load the data set of one config entry (see `DatasetKind.load`)."""
     return RESPONSES.load(config, role)

@@ -59,7 +59,7 @@ def leave_out_long_outputs(
 
 
 def _longest_output(row: FormattedRow, limit: int) -> int:
-    """Return the bytes of the longest expected output of a row; 0 if it has none that is above the limit."""
+    """Return the bytes of the longest expected output of a row, or 0 if no output is above the limit."""
     text = row["messages"][-1]["content"]
     if not isinstance(text, str) or len(text) <= limit // 2:  # an escape of JSON has more characters than its byte
         return 0
@@ -87,7 +87,7 @@ type Processor = Callable[..., Any]
 
 @dataclass(frozen=True)
 class RunData:
-    """Training and validation rows of a run; the functions of this file return it."""
+    """Training and validation rows of a run, as the functions of this file return them."""
 
     train: MixedDataset
     """Training rows; those that the configuration names have the names of their entries."""
@@ -102,7 +102,7 @@ class RunData:
 
     @property
     def all_validation(self) -> MixedDataset | None:
-        """All validation rows, those of `named_validation` with their names; None if there are none."""
+        """All validation rows, including `named_validation` with its names, or None if there are none."""
         parts = [] if self.validation is None else list(zip(self.validation.parts, self.validation.names, strict=True))
         parts += [(part, name) for name, rows in self.named_validation.items() for part in rows.parts]
         return MixedDataset([part for part, _ in parts], [name for _, name in parts]) if parts else None
@@ -147,17 +147,17 @@ def setup_response_data(
 
 
 def setup_sft_data(tokenizer: TokenizerType, data_config: SupervisedDataConfig) -> RunData:
-    """Load, check and combine all data sets of conversations; as `setup_response_data`, without environments."""
+    """Load, check and combine all data sets of conversations as `setup_response_data` does, without environments."""
     return _setup_supervised(tokenizer, data_config, load_response_dataset, sft_processor)
 
 
 def setup_preference_data(tokenizer: TokenizerType, data_config: SupervisedDataConfig) -> RunData:
-    """Load, check and combine all data sets of pairs; as `setup_sft_data`."""
+    """Load, check and combine all data sets of pairs as `setup_sft_data` does."""
     return _setup_supervised(tokenizer, data_config, load_preference_dataset, preference_preprocessor)
 
 
 def setup_feedback_data(tokenizer: TokenizerType, data_config: SupervisedDataConfig) -> RunData:
-    """Load, check and combine all data sets of labelled answers and pairs; as `setup_sft_data`."""
+    """Load, check and combine all data sets of labelled answers and pairs as `setup_sft_data` does."""
     return _setup_supervised(tokenizer, data_config, load_feedback_dataset, feedback_processor)
 
 
@@ -184,7 +184,7 @@ class _Part:
 def _setup_supervised(
     tokenizer: TokenizerType, data_config: SupervisedDataConfig, load: Loader, usual: Processor
 ) -> RunData:
-    """Set up supervised data; `sft_processor` means the usual processor, a user's processor adds its own texts."""
+    """Set up supervised data, where `sft_processor` means `usual` and a user's processor adds its own texts."""
     parts = []
     for entry, _ in _entries(data_config):
         process: Processor = get_processor(entry.processor)

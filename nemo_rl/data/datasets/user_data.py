@@ -1,4 +1,4 @@
-"""Prepares data sets that a program passes in place of those that the configuration names.
+"""Prepares data sets that a program passes in place of the configured data sets.
 
 Invariant: they pass the same early checks as configured ones, so unusable data is found before Ray starts.
 """
@@ -74,7 +74,7 @@ def given_data(dataset: Any, val_dataset: Any, config: DataConfig, *, sampled: b
 
 
 def checked_rows(dataset: Any, max_bad_row_share: float, sampled: bool, bad_rows: list[BadRow]) -> MixedDataset:
-    """Check the first rows of a program's data set and return it; arguments and errors as in `given_data`.
+    """Check the first rows of a program's data set and return it, with the arguments and errors of `given_data`.
 
     Args:
         max_bad_row_share: See the key of `data`.

@@ -43,7 +43,7 @@ def is_marked(text: str) -> bool:
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer; made by `control_tokens_of`.
+    """The control tokens of a tokenizer, as `control_tokens_of` finds them.
 
     Args:
         tokenizer: its vocabulary and chat template decide what a control token is.
@@ -69,7 +69,7 @@ class ControlTokens:
         self._respelled: Tokenizer | None = None
 
     def first_in(self, text: str, *, of_tools: bool = False) -> str | None:
-        """Return the first special token in a text, or with `of_tools` the first control token; None if none."""
+        """Return the first special token in a text, or the first control token with `of_tools`, or None."""
         found = self._find[self.written if of_tools else self.special].search(text)
         return None if found is None else found[0]
 
@@ -100,7 +100,7 @@ class ControlTokens:
         return self.quoted(message, of_tools=False) if rules.rows else message
 
     def _quote(self, value: Any, tokens: tuple[str, ...]) -> Any:
-        """Return a copy of mappings and lists with quoted texts; a value without control tokens is not copied."""
+        """Return a copy of mappings and lists with quoted texts, or the value itself if it has no control tokens."""
         if not tokens:
             return value
         if isinstance(value, str):
@@ -147,7 +147,7 @@ class ControlTokens:
         return self._by_number[number] if 0 <= number < len(self._by_number) else ""
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text with marks; add no special tokens."""
+        """Return the token ids of a text with marks, without adding special tokens."""
         if not self._can_respell():
             # Invisible characters prevent the tokenizer from finding the token.
             broken = _MARKS.sub(lambda mark: _with_joiners(self._literal(mark)), text)

@@ -207,7 +207,7 @@ def _conversation(
     add_eos: bool,
     add_generation_prompt: bool,
 ) -> DatumSpec:
-    """Return the datum of a row's `messages`; arguments as `sft_processor` and `get_formatted_message_log`."""
+    """Return the datum of a row's `messages`, from the arguments of `sft_processor` and `get_formatted_message_log`."""
     message_log = get_formatted_message_log(
         row["messages"],
         tokenizer,
@@ -282,7 +282,7 @@ def finished_datum(
     max_seq_length: int | None,
     idx: int,
 ) -> DatumSpec:
-    """Make a datum of a log with token ids; one that is longer than `max_seq_length` becomes a stub."""
+    """Make a datum of a log with token ids, or a stub if it is longer than `max_seq_length`."""
     datum = DatumSpec(
         message_log=message_log,
         length=sum(len(message["token_ids"]) for message in message_log),

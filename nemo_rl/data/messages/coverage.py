@@ -172,7 +172,7 @@ def _call_texts(call: Any) -> Iterator[str | tuple[str, ...]]:
 
 
 def _leaves(value: Any) -> Iterator[str | tuple[str, ...]]:
-    """Yield the names and values in arguments; a value that is not text may be written as JSON or as Python does."""
+    """Yield the names and values in arguments, with values other than text as JSON and as Python writes them."""
     if isinstance(value, Mapping):
         for key, below in value.items():
             yield str(key)
@@ -203,7 +203,7 @@ def _divided(message: Message) -> tuple[list[str], str]:
 
 
 def _holds(rendered: str, wanted: str | tuple[str, ...]) -> bool:
-    """Return whether a text stands in a rendered chat: as it is, as JSON, or line by line."""
+    """Return whether a text stands in a rendered chat, either unchanged, as JSON, or line by line."""
     if isinstance(wanted, tuple):
         return any(_holds(rendered, each) for each in wanted)
     text = wanted.strip()

@@ -89,7 +89,7 @@ type Ids = list[int]
 
 
 def encode_text(text: str, tokenizer: TokenizerType, longest: int | None = None) -> torch.Tensor:
-    """Encode rendered text to token ids [T] int64; add no special tokens.
+    """Encode rendered text to token ids [T] int64, without adding special tokens.
 
     Args:
         text: Rendered text, with or without marks of `control_tokens`.
@@ -100,7 +100,7 @@ def encode_text(text: str, tokenizer: TokenizerType, longest: int | None = None)
 
 
 def encode_continuation(text: str, tokenizer: TokenizerType, longest: int | None = None) -> torch.Tensor:
-    """Encode text that follows other tokens to token ids [T] int64; arguments as `encode_text`."""
+    """Encode text that follows other tokens to token ids [T] int64, from the arguments of `encode_text`."""
     return torch.tensor(_continuation(text, tokenizer, longest), dtype=torch.int64)
 
 
@@ -191,7 +191,7 @@ def _places_of_special(text: str, ids: Ids, tokenizer: TokenizerType) -> list[tu
 def _divide(
     text: str, ends: Sequence[int], blocks: Sequence[tuple[int, int, Ids]], tokenizer: TokenizerType
 ) -> list[Ids]:
-    """Divide the tokens of blocks among the spans in them; a token that crosses the end of a span is of the next."""
+    """Divide the tokens of blocks among their spans, with a token that crosses a span's end in the next span."""
     parts: list[Ids] = []
     for start, end, ids in blocks:
         inside = [place for place in ends[len(parts) :] if place <= end]

@@ -45,7 +45,7 @@ def template_message(observation: Mapping[str, Any]) -> Message:
 
 
 def messages_of(observation: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages that an observation consists of: those in `messages`, or itself."""
+    """Return the messages of an observation, which are its `messages` or the observation itself."""
     return [dict(each) for each in observation.get("messages") or [observation]]
 
 
@@ -100,7 +100,7 @@ class ObservationRenderer:
         )
 
     def message(self, observation: Mapping[str, Any]) -> Message:
-        """Convert an observation to a message for `render_chat`; its control tokens are quoted by the rules.
+        """Convert an observation to a message for `render_chat`, with its control tokens quoted by the rules.
 
         Raises:
             DataError: a part is not text.
@@ -136,7 +136,7 @@ class ObservationRenderer:
 
     @cached_property
     def _opening(self) -> str:
-        """Return the header of an assistant turn as `_shown`; empty if the template writes none."""
+        """Return the header of an assistant turn as `_shown`, or an empty text if the template writes none."""
         closed, opened = (
             render_chat([_QUESTION], self._tokenizer, add_generation_prompt=header, template_kwargs=self._variables)
             for header in (False, True)
@@ -162,7 +162,7 @@ class ObservationRenderer:
         return head
 
     def _continuation(self, added: str, head: str, written: list[int], longest: int | None) -> torch.Tensor:
-        """Return the tokens of `added` without those of its `head` that `written` already ends with.
+        """Return the tokens of `added` without the tokens of its `head` that `written` already ends with.
 
         Some templates write white space before the token that ends a turn; a model that ended its turn did not.
         """

@@ -41,7 +41,7 @@ class ChatRenderer:
     """Tool descriptions, or None."""
 
     def text(self, count: int, *, opened: bool = False) -> str:
-        """Render the first `count` messages; `opened` adds the header of an assistant turn."""
+        """Render the first `count` messages, with the header of an assistant turn if `opened`."""
         if count == 0 and not opened:
             return ""
         return self._render(self.messages[:count], opened)
@@ -64,7 +64,7 @@ class ChatRenderer:
 
 
 def message_ends(chat: ChatRenderer, full_text: str, *, header_is_prompt: bool) -> list[int]:
-    """Return the end of each message's text in `full_text`; a message begins where the one before it ends.
+    """Return the end of each message's text in `full_text`, at which the next message begins.
 
     The header of an assistant turn belongs to the message before it if `header_is_prompt`. White space
     after the token that closes an assistant turn belongs to the next message: no model samples it.
@@ -116,7 +116,7 @@ def own_headers(chat: ChatRenderer, full_text: str, ends: Sequence[int]) -> dict
 
 
 def _prefix_end(chat: ChatRenderer, full_text: str, position: int, start: int) -> int:
-    """Return the end of a message that another prompt message follows; if both share a turn, the latter gets it all."""
+    """Return the end of a message before another prompt message, which gets all of a turn that both share."""
     try:
         text = chat.text(position + 1)
     except DataError:  # the template wants a user message before the chat may end
@@ -172,7 +172,7 @@ def _turn_end(chat: ChatRenderer, full_text: str, position: int, start: int) -> 
 
 
 def _with_next_header(chat: ChatRenderer, full_text: str, position: int, end: int) -> int:
-    """Return the end of the control token that follows a turn; `end` if none does, or if the turn goes on."""
+    """Return the end of the control token after a turn, or `end` if none follows or the turn goes on."""
     if chat.messages[position + 1]["role"] == ASSISTANT:
         return end
     rest = full_text[end:]
@@ -181,13 +181,13 @@ def _with_next_header(chat: ChatRenderer, full_text: str, position: int, end: in
 
 
 def closing_token(text: str, tokenizer: TokenizerType) -> str | None:
-    """Return the special token that ends a rendered chat, ignoring trailing white space; None if there is none."""
+    """Return the special token that ends a rendered chat, ignoring trailing white space, or None if there is none."""
     stripped = text.rstrip()
     return next((token for token in _special_tokens(tokenizer) if stripped.endswith(token)), None)
 
 
 def final_token(chat: ChatRenderer, full_text: str) -> str | None:
-    """Return the token that a model samples after the last turn, if the rendered chat lacks it; None if it has one.
+    """Return the token that a model samples after the last turn, or None if the rendered chat has it.
 
     It is the control token of the header that would follow (of a tool's result after a call, else of a user's turn),
     if the template ends turns so and the model's generation config stops at it; otherwise the end-of-sequence token.
@@ -209,7 +209,7 @@ def final_token(chat: ChatRenderer, full_text: str) -> str | None:
 
 @lru_cache(maxsize=8)
 def _stop_ids(name: str) -> frozenset[int]:
-    """Return the tokens at which the model of a tokenizer stops, as its files say; empty if they do not."""
+    """Return the tokens at which the model of a tokenizer stops, as its files say, or none if they do not."""
     # Imported here because it imports image libraries, which most runs never need.
     from transformers import GenerationConfig
 

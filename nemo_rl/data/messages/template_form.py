@@ -69,7 +69,7 @@ def _call(call: Any, form: ArgumentsForm) -> Any:
 
 
 def arguments_value(arguments: Any) -> Any:
-    """Return the arguments of a call as a value; text that is no JSON stays text."""
+    """Return the arguments of a call as a value, or as a text if they are no JSON."""
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -79,7 +79,7 @@ def arguments_value(arguments: Any) -> Any:
 
 
 def arguments_text(arguments: Any) -> str:
-    """Return the arguments of a call as JSON text; a text stays as it is."""
+    """Return the arguments of a call as JSON text, or unchanged if they are a text."""
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
@@ -104,7 +104,7 @@ def _probed(tokenizer: TokenizerType, template: str) -> ArgumentsForm:
 
 
 def _written(tokenizer: TokenizerType, arguments: Any) -> str | None:
-    """Return a chat with a call; None if the template fails on it."""
+    """Return a chat with a call, or None if the template fails on it."""
     function = {"name": "probe", "arguments": arguments}
     calls = [{"id": "call00000", "type": "function", "function": function}]
     chat: list[dict[str, Any]] = [
@@ -118,7 +118,7 @@ def _written(tokenizer: TokenizerType, arguments: Any) -> str | None:
 
 
 def tools_of(row: Mapping[str, Any], key: str = "tools") -> list[dict[str, Any]] | None:
-    """Return the tool descriptions of a row, given as a list or its JSON text; None without any.
+    """Return the tool descriptions of a row, given as a list or its JSON text, or None if it has none.
 
     Raises:
         RowError: The descriptions are not a list of objects.

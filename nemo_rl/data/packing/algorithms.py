@@ -83,7 +83,7 @@ class PackingMetrics:
         }
 
     def get_aggregated_stats(self) -> dict[str, float]:
-        """Return the totals over all packings so far; empty before the first."""
+        """Return the totals over all packings so far, or an empty mapping before the first."""
         if not self._num_calls:
             return {}
         overall = self._num_tokens / self._bin_tokens if self._bin_tokens else 0.0
@@ -195,7 +195,7 @@ class SequencePacker(ABC):
 
 
 class ConcatenativePacker(SequencePacker):
-    """Fill a bin in the given order; open the next one when a sequence does not fit."""
+    """Fill a bin in the given order, and open the next one when a sequence does not fit."""
 
     def _pack(self, sequence_lengths: Sequence[int]) -> list[list[int]]:
         bins: list[list[int]] = []
@@ -210,7 +210,7 @@ class ConcatenativePacker(SequencePacker):
 
 
 class FirstFitPacker(SequencePacker):
-    """Put each sequence into the first bin with room; subclasses choose the order."""
+    """Put each sequence into the first bin with room, in an order that subclasses choose."""
 
     def _order(self, sequence_lengths: Sequence[int]) -> list[int]:
         return list(range(len(sequence_lengths)))
@@ -358,7 +358,7 @@ def _pop_largest_fitting(items: list[tuple[int, int]], room: int) -> tuple[int, 
 def _add_mediums(
     bins: list[list[tuple[int, int]]], medium: list[tuple[int, int]], capacity: int
 ) -> list[list[tuple[int, int]]]:
-    """Add to each bin, from the first on, the longest medium item that fits; return the bins that got none."""
+    """Add to each bin, from the first on, the longest medium item that fits, and return the bins that got none."""
     without = []
     for rows in bins:
         item = _pop_largest_fitting(medium, _room(rows, capacity))

@@ -64,7 +64,7 @@ def divide_prefixes(
 
 @dataclass(frozen=True)
 class FixedSize:
-    """`size` rows in a microbatch; rows of similar length share one, to keep padding small."""
+    """`size` rows of similar length in a microbatch, to keep padding small."""
 
     size: int
 
@@ -98,7 +98,7 @@ class Packed:
 
     @property
     def most_keys(self) -> int | None:
-        """Largest number of keys in a microbatch; None: no limit."""
+        """Largest number of keys in a microbatch, or None for no limit."""
         return None if self.keys_per_token is None else self.capacity * self.keys_per_token
 
 
@@ -187,7 +187,7 @@ def plan_microbatches(
 
 
 def plan_prefixes(prefixes: Prefixes, lengths: Sequence[int], num_shards: int, strategy: Packed) -> MicrobatchPlan:
-    """Plan rows that share tokens; a microbatch holds shared tokens once.
+    """Plan rows that share tokens, which a microbatch holds once.
 
     Whole trees take fewer tokens, divided trees balance the shards better. Several divisions are tried, and the plan
     whose busiest shard has the least work is used. Attention lays out the keys of shared tokens before each of their
@@ -212,7 +212,7 @@ def plan_prefixes(prefixes: Prefixes, lengths: Sequence[int], num_shards: int, s
 
 
 def _plan_parts(prefixes: Prefixes, lengths: Sequence[int], num_shards: int, strategy: Packed) -> MicrobatchPlan:
-    """Return the best plan among several divisions of the trees; all rows single if none is possible."""
+    """Return the best plan among several divisions of the trees, or all rows single if none is possible."""
     busiest: dict[int, MicrobatchPlan] = {}
     if not prefixes.is_flat and max(lengths) <= strategy.capacity:
         total = prefixes.tokens(lengths)
@@ -245,7 +245,7 @@ def _most_keys(prefixes: Prefixes, units: Sequence[Prefixes], lengths: Sequence[
 
 
 def _plan_within_keys(tokens: Sequence[int], keys: Sequence[int], num_shards: int, strategy: Packed) -> MicrobatchPlan:
-    """Plan units by tokens; if a microbatch would have too many keys, by the scarcer of tokens and keys."""
+    """Plan units by tokens, or by the scarcer of tokens and keys if a microbatch would have too many keys."""
     plan = plan_microbatches(tokens, num_shards, strategy)
     most = strategy.most_keys
     batches = [batch for shard in plan.shards for batch in shard]

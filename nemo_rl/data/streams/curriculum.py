@@ -25,7 +25,7 @@ class MovingAverage:
 
     @property
     def value(self) -> float | None:
-        """The average; None before the first value."""
+        """The average, or None before the first value."""
         return self._sum / self._weight if self._weight else None
 
     def add(self, value: float) -> None:
@@ -58,7 +58,7 @@ class Curriculum:
         self._num_steps = 0
 
     def shares(self) -> dict[str, float]:
-        """Return the share of each data set in the prompts to draw next; they sum to 1."""
+        """Return the share of each data set in the prompts to draw next, with a sum of 1."""
         weights = self._phase_weights() if self._config.phases else self._weights
         if self._config.accuracy is None:
             return _normalised(weights)
@@ -92,7 +92,7 @@ class Curriculum:
         return {"num_steps": self._num_steps, "recent": recent}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state; data sets that it does not have begin without an accuracy."""
+        """Restore a state, without an accuracy for data sets that it does not have."""
         self._num_steps = state["num_steps"]
         for name in self._recent.keys() & state["recent"].keys():
             self._recent[name].load_state_dict(state["recent"][name])
@@ -125,7 +125,7 @@ def _normalised(weights: Mapping[str, float]) -> dict[str, float]:
 
 
 def _between(before: CurriculumPhase, after: CurriculumPhase, step: int) -> dict[str, float]:
-    """Return weights between those of two phases; each phase counts by its shares, so that sums need not agree."""
+    """Return weights between two phases, each of which counts by its shares, so that sums need not agree."""
     done = (step - before.from_step) / (after.from_step - before.from_step)
     first, last = _normalised(before.weights), _normalised(after.weights)
     return {name: (1 - done) * first[name] + done * last[name] for name in first}

@@ -37,7 +37,7 @@ _ROUNDING = 1e-9
 
 
 class Division:
-    """Divides batches; each data set is owed the fraction of a prompt that earlier batches have not given.
+    """Divides batches, and owes each data set the fraction of a prompt that earlier batches have not given.
 
     A batch takes the whole prompts of each part. Those that are left go to the data sets that would be owed a whole
     prompt soonest if they got none: the earliest deadline first, as for periodic tasks on several processors (Baruah
@@ -74,7 +74,7 @@ class Division:
         return dict(self._owed)
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore a state; data sets that it does not have are owed nothing."""
+        """Restore a state, which owes nothing to data sets that it does not have."""
         self._owed = {name: state.get(name, 0.0) for name in self._owed}
 
 
@@ -118,7 +118,7 @@ class DataSetRows:
         return {"epoch": self._epoch, "num_done": self._num_done, "num_rows": len(self.rows)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the rows of a state; with fewer rows than those, at the next epoch."""
+        """Continue after the rows of a state, or at the next epoch if there are fewer rows."""
         self._epoch, self._num_done = state["epoch"], state["num_done"]
         if self._num_done >= len(self.rows):
             self._epoch, self._num_done = self._epoch + 1, 0
@@ -128,7 +128,7 @@ logger = logging.getLogger(__name__)
 
 
 class MixedPromptStream:
-    """Batches of several data sets by their shares; a `prompt_stream.Prompts`. Used from one thread.
+    """Batches of several data sets by their shares, as a `prompt_stream.Prompts` for one thread.
 
     An epoch of the stream is as many prompts as all data sets have rows, in whole batches. Prompts are prepared in this
     process when they are handed out, because the shares of later batches are not known before.
@@ -300,7 +300,7 @@ class MixedPromptStream:
             logger.info("%d prompts that were drawn but not trained on come first.", len(self._waiting))
 
     def _draw(self) -> None:
-        """Draw a batch; before the first one of an epoch, report the rows of the last epoch that did not train."""
+        """Draw a batch, and before an epoch's first batch report the last epoch's rows that did not train."""
         if self._num_batches % self.batches_per_epoch == 0:
             self._faults.report()
             self._faults.begin_epoch()
@@ -319,7 +319,7 @@ class MixedPromptStream:
         return str(self._dataset.name_of(position.row))
 
     def _changes(self, loader: Mapping[str, Any]) -> list[str]:
-        """Return what has changed since a position was saved; refuse what cannot be accepted."""
+        """Return the changes since a position was saved, and refuse unacceptable ones."""
         if "data_sets" not in loader:
             raise DataError(
                 "the checkpoint's position is in data sets that are shuffled together; this run draws them by weights. "
@@ -339,7 +339,7 @@ class MixedPromptStream:
     def _moved(
         self, positions: Iterable[PromptPosition], stored: Mapping[str, Mapping[str, int]]
     ) -> Iterable[PromptPosition]:
-        """Yield the places of stored prompts in the data sets of this run; leave out those that are gone."""
+        """Yield the places of stored prompts in the data sets of this run, without prompts that are gone."""
         starts, start = {}, 0
         for name, data_set in stored.items():
             starts[name] = range(start, start := start + data_set["num_rows"])

@@ -26,7 +26,7 @@ class StoredPart(Protocol):
         """Return the state: tensors, plain values, and lists and dicts of them."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a stored state; a part that holds groups calls `Prompts.claim` for their prompts."""
+        """Restore a stored state, with a call of `Prompts.claim` for the prompts of held groups."""
 
 
 class StoredParts:
@@ -68,7 +68,7 @@ logger = logging.getLogger(__name__)
 
 
 class DataExhausted(Exception):  # noqa: N818
-    """The training data has no further batch, or none with differing rewards; ends the run normally."""
+    """The training data has no further batch, or none with differing rewards, which ends the run normally."""
 
 
 class PromptPosition(NamedTuple):
@@ -134,17 +134,17 @@ class Prompts(Protocol):
         """
 
     def metrics(self, rewards: GroupRewards) -> dict[str, float]:
-        """Return metrics of the data sets of a step, before `finish_step`; empty where they are not told apart."""
+        """Return metrics of the data sets of a step, before `finish_step`, or none where they are not told apart."""
 
     def attach(self, name: str, part: StoredPart) -> None:
-        """Store and restore a part together with the position; only before the first step.
+        """Store and restore a part together with the position. Call this before the first step.
 
         Args:
             part: replaces an earlier one of this name.
         """
 
     def claim(self, positions: Iterable[PromptPosition]) -> None:
-        """Skip prompts whose groups a part has restored; they stay unacknowledged until they are trained on.
+        """Skip prompts whose groups a part has restored, which stay unacknowledged until they are trained on.
 
         Raises:
             ValueError: a prompt was acknowledged or claimed before.
@@ -159,14 +159,14 @@ class Prompts(Protocol):
         """Return the position."""
 
     def check_position(self, state: dict[str, Any]) -> None:
-        """Refuse a stored position in other data; change nothing.
+        """Refuse a stored position in other data without changing anything.
 
         Raises:
             DataError: the position belongs to other data.
         """
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a stored position; only before the first batch.
+        """Go to a stored position, only before the first batch.
 
         Raises:
             DataError: the position, or a group that a part restores, belongs to other data.
@@ -174,7 +174,7 @@ class Prompts(Protocol):
 
 
 class PromptStream:
-    """Batches of the epochs of one loader, which shuffles all rows together; a `Prompts`.
+    """Batches of the epochs of one loader, which shuffles all rows together, as a `Prompts`.
 
     Args:
         loader: one pass over it is an epoch.
@@ -291,7 +291,7 @@ class PromptStream:
         return self._loader.batch_size
 
     def _full_batch(self) -> PromptBatch | None:
-        """Return the loader's next batch; None if this pass has no full one."""
+        """Return the loader's next batch, or None if this pass has no full one."""
         if self._iterator is None:
             self._iterator = iter(self._loader)
         rows = next(self._iterator, None)
@@ -301,7 +301,7 @@ class PromptStream:
         return PromptBatch(rows, self._note_drawn(self._loader.last_rows))
 
     def _take(self, num_prompts: int) -> None:
-        """Draw prompts without preparing them, at most a batch; after the end of a pass, go to the next one."""
+        """Draw prompts, at most a batch, without preparing them, and go to the next pass after the end of one."""
         epoch = self.epoch
         self._iterator = None
         rows = self._loader.take(num_prompts)
@@ -340,7 +340,7 @@ class PromptStream:
         )
 
     def _move_after(self, position: PromptPosition) -> None:
-        """Move the stored point after the batch of a prompt; all prompts before it become outstanding."""
+        """Move the stored point after the batch of a prompt, so that all prompts before it become outstanding."""
         if not any(position in drawn for _, drawn in self._untouched):
             raise ValueError(
                 f"Row {position.row} of epoch {position.epoch} was acknowledged, but it was never drawn, or was "

@@ -30,7 +30,7 @@ _answered: set[str] = set()
 
 
 def require_cluster() -> None:
-    """Refuse a RAY_ADDRESS where no Ray cluster answers; checks each address once per process.
+    """Refuse a RAY_ADDRESS where no Ray cluster answers, checking each address once per process.
 
     Raises:
         ConfigError: describes what was found there.
@@ -45,7 +45,7 @@ def require_cluster() -> None:
 
 
 def unreachable(address: str) -> str | None:
-    """Describe why a cluster cannot be joined, within about half a minute; None if it can.
+    """Describe why a cluster cannot be joined, within about half a minute, or return None if it can.
 
     Args:
         address: `host:port`, `ray://host:port` or `auto`.
@@ -71,7 +71,7 @@ def unreachable(address: str) -> str | None:
 
 
 def _listening(address: str) -> str | None:
-    """Return `host:port` of a server that speaks gRPC's protocol; None if `auto` finds no cluster."""
+    """Return `host:port` of a server that speaks gRPC's protocol, or None if `auto` finds no cluster."""
     from ray._private import services  # takes a second
 
     try:

@@ -65,7 +65,7 @@ def join_ray(address: str, env_vars: Mapping[str, str], *, log_to_driver: bool) 
 
 
 def watch_joined_ray() -> None:
-    """Start a thread for the raylet and one for the gcs_server; with Ray Client this process reaches neither."""
+    """Start one thread for the raylet and one for the gcs_server, unless the process uses Ray Client."""
     node = ray._private.worker._global_node
     if node is None:
         return

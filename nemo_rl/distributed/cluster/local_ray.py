@@ -1,5 +1,5 @@
-"""Start Ray on this machine for one run that has no cluster to join; `optimizations.lean_ray` leaves out what runs do
-not use.
+"""Start Ray on this machine for one run that has no cluster to join, without the parts that `optimizations.lean_ray`
+leaves out.
 
 Ray does not survive the death of its gcs_server or raylet. It reports that after a minute, or reports the death of
 some worker instead, or ends the driver from C++ silently. So a thread waits for the end of each of them and logs it
@@ -69,7 +69,7 @@ def start_local_ray(
     log_to_driver: bool,
     optimizations: Choice,
 ) -> Any:
-    """Start Ray under 127.0.0.1; it ends with this process.
+    """Start Ray under 127.0.0.1, which ends with this process.
 
     Args:
         num_cpus: logical CPUs; None takes the machine's count.
@@ -152,7 +152,7 @@ class _OwnSession(services.ConsolePopen):
 
 
 def check_local_ray() -> None:
-    """Check that the daemons of this process's Ray are alive; of a joined cluster those that `joined_ray` watches.
+    """Check that this process's Ray daemons are alive, or in a joined cluster the daemons that `joined_ray` watches.
 
     Raises:
         RayDiedError: gcs_server or raylet has ended. The other daemons that this process started, and all workers, are
@@ -184,7 +184,7 @@ def expect_deaths() -> None:
 
 
 def note_death(node: Node, obituary: str) -> None:
-    """Make every wait end with an error, and log it immediately; do nothing after this process has left that Ray."""
+    """Make every wait end with an error, and log it immediately, unless this process has left that Ray."""
     global _death
     with _noting:
         # `ray.shutdown` disconnects the worker from its node before it ends the daemons.
@@ -228,7 +228,7 @@ def _expect_ends() -> None:
 
 
 def local_ray_has_died() -> bool:
-    """Return whether Ray is known to be dead; calls to its gcs_server would block until Ray gives up."""
+    """Return whether Ray is known to be dead, since calls to its gcs_server would block until Ray gives up."""
     return _death is not None
 
 
@@ -316,7 +316,7 @@ def _start_advice() -> str:
 
 
 def _end_half_started(failure: Exception) -> None:
-    """End the processes that a failed `ray.init` started; only its traceback refers to them."""
+    """End the processes that a failed `ray.init` started, to which only its traceback refers."""
     for frame, _ in traceback.walk_tb(failure.__traceback__):
         node = frame.f_locals.get("self")
         if isinstance(node, Node):
@@ -326,7 +326,7 @@ def _end_half_started(failure: Exception) -> None:
 
 @contextmanager
 def _replaced(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Replace attributes of a part of Ray while it starts; Ray has no public switch for them."""
+    """Replace attributes of a part of Ray while it starts, since Ray has no public switch for them."""
     originals = {name: getattr(owner, name) for name in attributes}
     for name, value in attributes.items():
         setattr(owner, name, value)
@@ -356,8 +356,8 @@ def _environment(env_vars: Mapping[str, str]) -> Iterator[None]:
 
 
 def object_store_bytes() -> int | None:
-    """Return the size of a local Ray's object store: 1 GiB, or 30 % of a small machine's memory; with GPUs None, which
-    is Ray's own rule.
+    """Return the size of a local Ray's object store: 1 GiB, or 30 % of a small machine's memory, or None (Ray's own
+    rule) with GPUs.
     """
     if any(Path("/dev").glob("nvidia[0-9]*")):
         return None

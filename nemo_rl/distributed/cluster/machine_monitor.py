@@ -44,7 +44,7 @@ class Readings(Protocol):
 
 
 class Metrics(Protocol):
-    """Takes the readings; `utils.logger.Logger`."""
+    """Takes the readings, as `utils.logger.Logger` does."""
 
     train_step: int
 
@@ -77,7 +77,7 @@ class OwnMachine:
 
 
 class ClusterNodes:
-    """Reads all living nodes of a joined cluster; nodes keep their numbers, and new ones get the next.
+    """Reads all living nodes of a joined cluster, which keep their numbers, with the next numbers for new nodes.
 
     A node has one open call at most, so a slow one collects no calls.
     """
@@ -89,7 +89,7 @@ class ClusterNodes:
         self._open: dict[str, Any] = {}
 
     def __call__(self) -> dict[int, dict[str, float]]:
-        """See `Readings`; nothing after Ray was shut down, because a call would start it again."""
+        """See `Readings`. The result is empty after Ray was shut down, because a call would start it again."""
         if not ray.is_initialized():
             return {}
         living = [node.node_id for node in living_nodes()]
@@ -156,7 +156,7 @@ class MachineMonitor:
         self._thread.start()
 
     def stop(self) -> None:
-        """Log what was read, and end; a reading that takes long is not waited for, and is not logged later."""
+        """Log all finished readings and end, without waiting for a long reading, which is never logged."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join(_STOP_S)
@@ -185,7 +185,7 @@ class MachineMonitor:
                 self._kept.append((round(time.monotonic() - began), found))
 
     def _log_next(self) -> bool:
-        """Log the oldest reading; return whether there was one."""
+        """Log the oldest reading, and return whether there was one."""
         with self._guard:
             if not self._kept:
                 return False

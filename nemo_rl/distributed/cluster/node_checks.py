@@ -143,7 +143,7 @@ def _differences(question: _NodeQuestion, node_id: str) -> list[str]:
 
 @contextmanager
 def _canary(written: tuple[str, str] | None) -> Iterator[Path | None]:
-    """Write a file into the folder that all ranks write into; delete it and the nodes' answers after the block."""
+    """Write a file into the folder that all ranks write into, and delete it and the nodes' answers after the block."""
     if written is None:
         yield None
         return

@@ -34,7 +34,7 @@ class NodeRoom:
 
     @property
     def domain(self) -> str | None:
-        """Name of the NVLink domain: that of a resource `nvlink_domain_<id>`; None if the node has no such resource."""
+        """Name of the NVLink domain, from a resource `nvlink_domain_<id>`, or None if the node has no such resource."""
         return next((kind for kind in self.total if kind.startswith(NVLINK_DOMAIN_PREFIX)), None)
 
     def holds(self, count: int, bundle: Mapping[str, float], *, now: bool = False) -> bool:
@@ -65,7 +65,7 @@ def choose_nodes(
     avoid: Collection[str] = (),
     segment_size: int | None = None,
 ) -> list[str] | None:
-    """Give each entry of bundles a node that is large enough, preferably one with room now.
+    """Give each entry of bundles a node that is large enough, preferably a node with room now.
 
     Args:
         counts: bundles of each entry.
@@ -104,7 +104,7 @@ def choose_nodes(
 def _choose_segments(
     counts: Sequence[int], bundle: Mapping[str, float], nodes: Sequence[NodeRoom], segment_size: int
 ) -> list[str] | None:
-    """Give each segment of entries nodes of one domain, in the order of the topology; see `choose_nodes`."""
+    """Give each segment of entries nodes of one domain, in the order of the topology (see `choose_nodes`)."""
     largest = max(counts)
     domains: dict[str, list[NodeRoom]] = {}
     for node in sorted(nodes, key=lambda node: node.total.get(TOPO_RANK_KEY, 0.0)):
@@ -127,7 +127,7 @@ def _choose_segments(
 def _preference(
     members: Sequence[NodeRoom], size: int, segment_size: int, count: int, bundle: Mapping[str, float]
 ) -> tuple[bool, int]:
-    """Return a sort key of domains for the next segment: free ones first; a short segment takes what is left over."""
+    """Return a sort key of domains for the next segment: free domains first, then for a short segment small ones."""
     is_taken = not all(node.holds(count, bundle, now=True) for node in members[:size])
     return is_taken, len(members) if size < segment_size else 0
 
@@ -140,7 +140,7 @@ def shortage(
     avoid: Collection[str] = (),
     segment_size: int | None = None,
 ) -> str:
-    """Describe the nodes' resources and which nodes are too small, in one line; arguments as in `choose_nodes`."""
+    """Describe the nodes' resources and too small nodes in one line, from the arguments of `choose_nodes`."""
     described = []
     for node in nodes:
         notes = []

@@ -19,7 +19,7 @@ _ANSWER_S = 3.0
 
 
 def describe_losses(workers: Iterable[WorkerIdentity]) -> str:
-    """Describe each lost node of these workers in one line: address, id, evidence and workers; "" if none is lost."""
+    """Describe each lost node of these workers in one line (address, id, evidence and workers), or return ""."""
     by_node: dict[str, list[WorkerIdentity]] = {}
     for worker in workers:
         by_node.setdefault(worker.node_id, []).append(worker)
@@ -44,7 +44,7 @@ def lost_nodes(node_ids: Iterable[str]) -> dict[str, str]:
 
 
 def _why_lost(node: dict[str, object]) -> str | None:
-    """Return the evidence that a node of `ray.nodes()` is lost; None if its node manager accepts connections."""
+    """Return the evidence that a node of `ray.nodes()` is lost, or None if its node manager accepts connections."""
     if not node["Alive"]:
         return str(node.get("DeathReasonMessage") or "Ray has marked it dead")
     address, port = str(node["NodeManagerAddress"]), int(str(node["NodeManagerPort"]))

@@ -31,7 +31,7 @@ def require_startable_ray() -> None:
 
 
 def start_fault() -> tuple[str, str] | None:
-    """Return why Ray cannot start and how to fix it; None if no fault is found."""
+    """Return why Ray cannot start and how to fix it, or None if no fault is found."""
     return _temporary_folder_fault() or _loopback_fault()
 
 

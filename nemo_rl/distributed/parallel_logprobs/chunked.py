@@ -92,7 +92,7 @@ def _statistics(x_nV: Tensor, columns_nk: Tensor) -> tuple[Tensor, Tensor, Tenso
 def _over_all_ranks(
     target_Nk: Tensor, lse_N: Tensor, mean_N: Tensor, here_Nk: Tensor, group: Group
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Join the ranks' `_statistics` into those of the whole vocabulary; weight means by the parts' probability."""
+    """Join the ranks' `_statistics` into one for the whole vocabulary, weighting means by the parts' probability."""
     target_Nk = all_reduce(target_Nk.where(here_Nk, 0.0), group)
     parts_r2N = all_gather(torch.stack([lse_N, mean_N])[None], 0, group, partial_gradient=False)
     lse_rN, mean_rN = parts_r2N.unbind(1)
@@ -117,7 +117,7 @@ def _grad_logits(
 
 
 class _ChunkedTokenLogprobs(torch.autograd.Function):
-    """Implements `token_logprobs`: saves hidden states, weights and a few numbers per token; recomputes the logits."""
+    """Implements `token_logprobs`, saving hidden states, weights and few numbers per token, and recomputing logits."""
 
     @staticmethod
     def forward(
@@ -202,7 +202,7 @@ class _Gradients:
             self._weight += grad_x_nV.t() @ h_nD
 
     def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients of hidden states, weight and bias in the dtypes of the inputs; None if not requested."""
+        """Return the gradients of hidden states, weight and bias in the inputs' dtypes, or None if not requested."""
         weight, bias = self._weight, self._bias
         return (
             self._hidden,
@@ -232,7 +232,7 @@ def topk_logits(
     group: Group = None,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the k largest logits of each token and their ids, largest first; not differentiable.
+    """Return the k largest logits of each token and their ids, largest first, without gradients.
 
     Args:
         hidden_ND: `[N, D]` hidden states.
@@ -260,13 +260,13 @@ def topk_logits(
 
 
 def topk_of(logits_NV: Tensor, top: TopK) -> tuple[Tensor, Tensor]:
-    """Compute `topk_logits` from existing logits; in their dtype, float32 at least."""
+    """Compute `topk_logits` from existing logits, in their dtype but at least float32."""
     logits_Nk, ids_Nk = widen(logits_NV[:, : top.vocab_size]).topk(top.k, dim=-1)
     return logits_Nk, ids_Nk
 
 
 def _topk_of_all(x_nV: Tensor, top: TopK, head: OutputHead) -> tuple[Tensor, Tensor]:
-    """Return the k largest among every rank's k largest logits; a rank with fewer ids pads with -inf."""
+    """Return the k largest among every rank's k largest logits, padding a rank with fewer ids with -inf."""
     assert head.group is not None
     num_here = x_nV.shape[1]
     num_ids = num_here * head.group.size()

@@ -83,7 +83,7 @@ def apply_top_k_top_p(logits_NV: Tensor, top_k: int | None, top_p: float) -> tup
 
 
 def logits_of_density(logits_nV: Tensor, targets_n: Tensor, density: SamplingDensity, group: Group) -> Tensor:
-    """Divide logits by the temperature and set those outside the density to -inf; targets are always kept.
+    """Divide logits by the temperature and set logits outside the density to -inf, except the targets' logits.
 
     With a divided head the filters gather the whole vocabulary of these `n` tokens.
 

@@ -35,7 +35,7 @@ class LogitTransform:
         return x_nV if self.cap is None else x_nV.div_(self.cap).tanh_().mul_(self.cap)
 
     def backward_(self, grad_nV: Tensor, y_nV: Tensor) -> Tensor:
-        """Turn the gradient in `y` into that in `x`, in place: `dy/dx = scale (1 - (y / cap)^2)`; overwrites `y`."""
+        """Turn the gradient in `y` in place into one in `x`: `dy/dx = scale (1 - (y / cap)^2)`, overwriting `y`."""
         if self.cap is not None:
             grad_nV = grad_nV.mul_(y_nV.div_(self.cap).square_().neg_().add_(1.0))
         return grad_nV if self.scale == 1.0 else grad_nV.mul_(self.scale)
@@ -63,7 +63,7 @@ class OutputHead:
         return 0 if self.group is None else self.group.rank() * self.weight_VD.shape[0]
 
     def logits(self, h_nD: Tensor) -> Tensor:
-        """Compute the `[n, V]` logits of this rank's rows, in float32 or wider; a new tensor."""
+        """Compute the `[n, V]` logits of this rank's rows as a new tensor, in float32 or wider."""
         if h_nD.is_cuda and h_nD.dtype in (torch.bfloat16, torch.float16):
             x_nV = torch.mm(h_nD, self.weight_VD.t(), out_dtype=torch.float32)
         else:
@@ -87,7 +87,7 @@ def widen(tensor: Tensor) -> Tensor:
 
 
 def scalar_outputs(hidden_KD: Tensor, weight_1D: Tensor, bias_1: Tensor | None = None) -> Tensor:
-    """Return the outputs `[K]` of a scalar head; differentiable in all arguments.
+    """Return the outputs `[K]` of a scalar head, differentiable in all arguments.
 
     Args:
         hidden_KD: `[K, D]` hidden states.
@@ -102,7 +102,7 @@ def scalar_outputs(hidden_KD: Tensor, weight_1D: Tensor, bias_1: Tensor | None =
 
 
 def initial_head(hidden_size: int, seed: int) -> Tensor:
-    """Return the first weight `[1, D]` of a new scalar head, float32 on the CPU; the same on every rank.
+    """Return the first weight `[1, D]` of a new scalar head, float32 on the CPU and the same on every rank.
 
     The standard deviation is `1 / (D + 1)`, so that for hidden states with elements of about 1 the outputs have a
     standard deviation of about `1 / sqrt(D)`: a new critic's values are small compared with rewards of 1, for any width

@@ -20,17 +20,17 @@ type Group = dist.ProcessGroup | None
 
 
 def reduce_gradient(x: Tensor, group: Group) -> Tensor:
-    """Return the tensor itself; its partial gradients are summed over the ranks (Megatron's f)."""
+    """Return the tensor itself, and sum its partial gradients over the ranks (Megatron's f)."""
     return x if group is None else _ReduceGradient.apply(x, group)
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
-    """Sum over the ranks; every term receives the whole gradient of the sum (Megatron's g)."""
+    """Sum over the ranks, and give every term the whole gradient of the sum (Megatron's g)."""
     return x if group is None else _AllReduce.apply(x, group)
 
 
 def all_gather(x: Tensor, dim: int, group: Group, *, partial_gradient: bool) -> Tensor:
-    """Join the parts of all ranks in rank order along `dim`; all parts have the same shape.
+    """Join the parts of all ranks, which have the same shape, in rank order along `dim`.
 
     Args:
         x: this rank's part.
@@ -41,12 +41,12 @@ def all_gather(x: Tensor, dim: int, group: Group, *, partial_gradient: bool) -> 
 
 
 def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Return this rank's part along `dim` of the sum over the ranks; the gradient is gathered."""
+    """Return this rank's part along `dim` of the sum over the ranks, and gather the gradient."""
     return x if group is None else _ReduceScatter.apply(x, dim, group)
 
 
 def split(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Return this rank's part along `dim` of a tensor that is equal on all ranks; its gradient is gathered (whole)."""
+    """Return this rank's part along `dim` of a tensor that is equal on all ranks, and gather its whole gradient."""
     return x if group is None else _Split.apply(x, dim, group)
 
 
@@ -62,7 +62,7 @@ def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Gr
 
 
 def part_of(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's equal part along `dim`; a view."""
+    """Return this rank's equal part along `dim` as a view."""
     return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
 
 

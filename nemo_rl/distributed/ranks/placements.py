@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 
 def local_slice(whole: Tensor, placement: Placement, mesh: DeviceMesh) -> Tensor:
-    """Copy this rank's part of a whole tensor on a mesh of one axis; works on the meta device."""
+    """Copy this rank's part of a whole tensor on a mesh of one axis, also on the meta device."""
     if not isinstance(placement, Shard):
         return whole.detach()
     return whole.detach().chunk(mesh.size(), placement.dim)[mesh.get_local_rank()].contiguous().clone()
 
 
 def as_sharded(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) -> nn.Parameter:
-    """Turn a whole parameter into a DTensor of which this rank keeps its part; no communication."""
+    """Turn a whole parameter into a DTensor with this rank's part, without communication."""
     local = local_slice(parameter, placement, mesh)
     sharded = DTensor.from_local(
         local, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
@@ -45,7 +45,7 @@ def computing_with(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the full tensor on every rank of its mesh; collective for DTensors.
+    """Return the full tensor on every rank of its mesh, in a collective call for DTensors.
 
     The mesh's device gathers it axis by axis, outermost first: FSDP divides the parts that tensor parallelism makes, so
     FSDP's pieces are joined first. (`full_tensor` does the same for such placements, but warns every time.)

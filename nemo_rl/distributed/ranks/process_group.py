@@ -85,7 +85,7 @@ def choose_interface(address: str) -> None:
 
 
 def open_store(address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
-    """Open the store through which the members of a group connect; rank 0 serves it, on the port it holds if any.
+    """Open the store through which the members of a group connect, served by rank 0, on the port it holds if any.
 
     Raises:
         DistNetworkError: rank 0 does not hold the port and it is taken, or rank 0 cannot be reached in time.
@@ -95,7 +95,7 @@ def open_store(address: str, port: int, rank: int, world_size: int, timeout: tim
 
 
 def device_mesh(layout: ParallelLayout, device_type: str) -> DeviceMesh:
-    """Build a mesh of the default process group's ranks with the axes of `parallel_layout`; collective.
+    """Build a mesh of the default process group's ranks with the axes of `parallel_layout`, in a collective call.
 
     Raises:
         ConfigError: the group has another number of ranks than the layout.
@@ -109,20 +109,20 @@ def device_mesh(layout: ParallelLayout, device_type: str) -> DeviceMesh:
 
 
 def collective_timeout(device: torch.device) -> timedelta:
-    """Return the timeout of the default group's collectives; groups of a mesh have torch's own default instead."""
+    """Return the timeout of the default group's collectives. Groups of a mesh have torch's own default instead."""
     world: Any = dist.group.WORLD
     limit: timedelta = world._get_backend(device).options._timeout
     return limit
 
 
 def destroy_process_group() -> None:
-    """Leave the default process group; do nothing if there is none."""
+    """Leave the default process group, or do nothing if there is none."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def address_towards(address: str) -> str | None:
-    """Return this machine's address on the route to an address; None if the system does not tell."""
+    """Return this machine's address on the route to an address, or None if the system does not tell."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))  # sends nothing
@@ -133,7 +133,7 @@ def address_towards(address: str) -> str | None:
 
 
 def _interface_to(address: str) -> str | None:
-    """Return the name of the interface through which packets to an address leave; None if the system does not tell."""
+    """Return the name of the interface through which packets to an address leave, or None if it is unknown."""
     if _is_loopback(address):
         return "lo0" if sys.platform == "darwin" else "lo"
     towards = address_towards(address)

@@ -46,7 +46,7 @@ def bind_free_port(address: str, low: int | None, high: int | None) -> socket.so
 
 
 def hold_port(address: str, low: int | None, high: int | None) -> tuple[str, int]:
-    """Bind a free port and keep it until this process takes it with `take_port`; returns address and port."""
+    """Bind a free port, keep it until this process takes it with `take_port`, and return address and port."""
     bound = bind_free_port(address, low, high)
     # On Linux a store that binds the port itself (torch's `env://`) can still do so: both sides allow reuse.
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -56,6 +56,6 @@ def hold_port(address: str, low: int | None, high: int | None) -> tuple[str, int
 
 
 def take_port(port: int) -> int | None:
-    """Return the file descriptor of a held port, now owned by the caller; None if this process does not hold it."""
+    """Return the file descriptor of a held port, now owned by the caller, or None if this process does not hold it."""
     bound = _held.pop(port, None)
     return None if bound is None else bound.detach()

@@ -1,4 +1,4 @@
-"""Turn an error of one rank into an error of all ranks, so that no rank waits for one that has stopped.
+"""Turn an error of one rank into an error of all ranks, so that no rank waits for a stopped rank.
 
 Invariant: after `raise_on_all_ranks` either every rank continues, or every rank has raised the same CheckpointError.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Wait for all ranks; if any of them failed to write or read, raise on all of them.
+    """Wait for all ranks, and raise on all of them if any of them failed to write or read.
 
     Args:
         group: process group over which the ranks exchange their errors; None takes the default one.
@@ -61,5 +61,5 @@ def require_readable(error: "dcp.CheckpointException") -> None:
 
 
 def reasons_of(error: "dcp.CheckpointException") -> str:
-    """Return the ranks' errors without their stacks; the caller chains the whole error as the cause."""
+    """Return the ranks' errors without their stacks, since the caller chains the whole error as the cause."""
     return "; ".join(dict.fromkeys(f"{type(reason).__name__}: {reason}" for reason, _ in error.failures.values()))

@@ -47,7 +47,7 @@ class RayWorkerBuilder:
         self._actor_class: Any = None
 
     def in_environment(self, venv: VenvConfig | None, name: str, timeout_s: float) -> Self:
-        """Run each worker on a separate Python; see `ray_actor_environment_registry.make_actor_runtime_env`.
+        """Run each worker on a separate Python (see `ray_actor_environment_registry.make_actor_runtime_env`).
 
         Ray must be running: this waits until the environment exists on every node.
 
@@ -78,7 +78,7 @@ class RayWorkerBuilder:
         environment: Mapping[str, str],
         **options: Any,
     ) -> WorkerSlot:
-        """Request the worker's process in a bundle from Ray; return before it runs.
+        """Request the worker's process in a bundle from Ray, and return before it runs.
 
         Args:
             name: actor name, unique in this run.
@@ -126,7 +126,7 @@ class RayWorkerBuilder:
     def build_in(
         self, slot: WorkerSlot, arguments: ray.ObjectRef, meeting_point: ray.ObjectRef | None
     ) -> ray.ObjectRef:
-        """Start constructing the worker object in a process; `arguments` and `meeting_point` are awaited there."""
+        """Start constructing the worker object in a process, which awaits `arguments` and `meeting_point`."""
         return slot.handle.build.remote(self.ray_actor_class_fqn, arguments, meeting_point)
 
 
@@ -140,7 +140,7 @@ class WorkerPlace:
 
 
 def facts_of(slot: WorkerSlot, place: WorkerPlace) -> dict[str, Any]:
-    """Return name, ranks, node, bundle and process of a worker; see `RayWorkerGroup.worker_metadata`."""
+    """Return name, ranks, node, bundle and process of a worker (see `RayWorkerGroup.worker_metadata`)."""
     where = slot.identity
     return {
         "name": slot.name,

@@ -47,7 +47,7 @@ def plan_sharded_calls(
     make_dummy_calls_to_free_axes: bool = False,
     return_from_workers: Sequence[int] | None = None,
 ) -> list[ShardedCall]:
-    """Decide which worker is called with which shard and whose answer is returned; see `RayWorkerGroup`.
+    """Decide which worker is called with which shard and whose answer is returned (see `RayWorkerGroup`).
 
     Raises:
         ValueError: unknown axis, an axis that is both sharded and replicated, or two ways to choose the answers.
@@ -94,6 +94,6 @@ def check_nesting(shards: Mapping[str, Any], sizes: Sequence[int]) -> None:
 
 
 def stored(value: Any, shared: bool = True) -> Any:
-    """Put a value that several workers get into Ray's store once; return other values, which are sent with the call."""
+    """Put a value that several workers get into Ray's store once, or return any other value to send with the call."""
     value = pack_tensors(value)
     return ray.put(value) if shared and not isinstance(value, _SMALL_TYPES) else value

@@ -59,7 +59,7 @@ _SIGN_OF_LIFE_S = 3.0
 
 
 def kill_workers(slots: Sequence[WorkerSlot]) -> bool:
-    """End the processes of workers; return whether no process on this node is left."""
+    """End the processes of workers, and return whether no process on this node is left."""
     if not ray.is_initialized():
         return True
     for slot in slots:
@@ -99,5 +99,5 @@ def find_loss(slots: Sequence[WorkerSlot], *, silence_is_loss: bool) -> str | No
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, which names the worker; logs and stacks follow it."""
+    """Return the first line of an error's message, which names the worker and precedes logs and stacks."""
     return str(error).partition("\n")[0]

@@ -36,7 +36,7 @@ def tail_of_logs(worker: LoggedProcess, num_lines: int = 20) -> str:
 
 
 def stacks_of(workers: Sequence[WorkerIdentity]) -> str:
-    """Return the stacks of all threads of each worker; equal ones appear once."""
+    """Return the stacks of all threads of each worker, with equal stacks only once."""
     texts = _ask_nodes(_dump_stacks, [(worker,) for worker in workers])
     by_shape: dict[str, list[int]] = {}
     for index, text in enumerate(texts):

@@ -107,11 +107,11 @@ class WorkerHost:
         )
 
     def report_identity(self) -> WorkerIdentity:
-        """Return the identity of this worker; works before the worker object is built."""
+        """Return the identity of this worker, also before the worker object is built."""
         return self._identity
 
     def hold_port(self, low: int | None, high: int | None) -> tuple[str, int]:
-        """Hold a free port for the store of a process group; see `rendezvous.hold_port`."""
+        """Hold a free port for the store of a process group (see `rendezvous.hold_port`)."""
         return hold_port(self._identity.node_ip, low, high)
 
     def build(
@@ -135,7 +135,7 @@ class WorkerHost:
         return taken_phases()
 
     def call(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the worker object; tensors in the result are sent without copies."""
+        """Call a method of the worker object, and send tensors in the result without copies."""
         return packed(getattr(self._worker, method_name)(*args, **kwargs))
 
     def __repr__(self) -> str:
@@ -164,12 +164,12 @@ class AsyncWorkerHost(WorkerHost):
             self._running.remove(result)
 
     async def describe_coroutines(self) -> str:
-        """Describe where each running coroutine waits; thread stacks show only the event loop."""
+        """Describe where each running coroutine waits, since thread stacks show only the event loop."""
         return "\n".join(_waits_at(coroutine) for coroutine in self._running)
 
 
 def packed(value: Any) -> Any:
-    """Pack tensors in a result for sending; without torch in the process there are none."""
+    """Pack tensors in a result for sending, unless the process has no torch and therefore no tensors."""
     if "torch" not in sys.modules:
         return value
     transport = importlib.import_module("nemo_rl.distributed.tensor_transport")
@@ -188,7 +188,7 @@ def configure_logging(name: str) -> None:
 
 
 def process_start_ticks(pid: int) -> int | None:
-    """Return the kernel start time of a process in clock ticks; None if it is gone or a zombie."""
+    """Return the kernel start time of a process in clock ticks, or None if it is gone or a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -198,7 +198,7 @@ def process_start_ticks(pid: int) -> int | None:
 
 
 def _waits_at(coroutine: Coroutine[Any, Any, Any]) -> str:
-    """Return the chain of awaits, outermost first; it ends at a future or a foreign awaitable."""
+    """Return the chain of awaits, outermost first, up to a future or a foreign awaitable."""
     lines = ["Coroutine (most recent call last):"]
     inner: Any = coroutine
     while inspect.iscoroutine(inner) and inner.cr_frame is not None:

@@ -1,4 +1,4 @@
-"""Wait for answers of workers with a deadline; errors name the worker and the reason.
+"""Wait for answers of workers with a deadline, and name the worker and the reason in errors.
 
         gather --ray.wait--> first answer --> keep the result, continue
                                           |-> first failure --> short wait for its root cause --> raise; other calls are
@@ -37,7 +37,7 @@ for every single answer would take time for the square of the calls."""
 
 @dataclass(frozen=True)
 class WorkerSlot:
-    """A worker as its group knows it; the identity is set once its process runs."""
+    """A worker as its group knows it, with an identity once its process runs."""
 
     name: str
     rank: int
@@ -103,7 +103,7 @@ def gather(
 
 
 def full_memory(error: BaseException) -> str | None:
-    """Return a message if Ray ended a process because the memory of its machine was full; None for other errors.
+    """Return a message if Ray ended a process because its machine's memory was full, or None for other errors.
 
     Ray's own report has 60 lines, with the command lines of programs of other users.
     """

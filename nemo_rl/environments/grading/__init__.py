@@ -1,1 +1,1 @@
-"""Grading of answers in killable processes; nothing in this folder needs torch or ray."""
+"""Grading of answers in killable processes, without torch and ray."""

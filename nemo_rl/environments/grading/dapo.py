@@ -44,7 +44,7 @@ def verify_final_answer(response: str, ground_truth: str) -> VerifierResult:
 
 
 def final_answer(response: str) -> str | None:
-    r"""Return the text of the last `\boxed{...}` or `Answer:` line; None if there is neither."""
+    r"""Return the text of the last `\boxed{...}` or `Answer:` line, or None if there is neither."""
     line = last_match(_ANSWER_LINE, response)
     tail = response[line.start() :] if line else response
     if (boxed := last_boxed(tail)) is not None:
@@ -74,7 +74,7 @@ def _normal_form(answer: str, without_units: Callable[[str], str]) -> str:
 
 
 def _is_equal(truth: str, answer: str) -> bool:
-    """Compare normal forms; the name of one equation or a unit may be missing on one side."""
+    """Compare normal forms, where one side may leave out a unit or the name before an equals sign."""
     forms = [normalize_answer(text) for text in (truth, answer)]
     numbers = [_normal_form(text, _without_unit) for text in (truth, answer)]
     with_units = [_normal_form(text, str) for text in (truth, answer)]
@@ -90,7 +90,7 @@ def _equal_but_for_a_name(truth: str, answer: str) -> bool:
 
 
 def _without_name(text: str) -> str:
-    """Return what follows "x=" in a text with one equation."""
+    """Return the text after "x=" in a text with one equation."""
     sides = split_top(text, "=")
     is_one = len(sides) == 2 and len(split_top(text, ",;")) == 1 and _NAME.fullmatch(sides[0])
     return sides[1] if is_one else text

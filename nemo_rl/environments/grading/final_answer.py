@@ -85,13 +85,13 @@ def _stripped(text: str, first: int, last: int) -> tuple[int, int]:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{...}` or `\fbox{...}` with balanced braces, stripped; None if none."""
+    r"""Return the content of the last `\boxed{...}` or `\fbox{...}` with balanced braces, stripped, or None."""
     boxes = find_boxes(text)
     return boxes[-1].content if boxes else None
 
 
 def final_answer(response: str) -> str | None:
-    """Return the text of the final answer; None if the response states none.
+    """Return the text of the final answer, or None if the response states none.
 
     Boxes that follow each other with nothing but a comma, "and" or "or" between them are one answer, a list.
     """
@@ -111,7 +111,7 @@ def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 
 
 def _outer(boxes: list[Box]) -> list[Box]:
-    """Leave out boxes inside other boxes; the content of nested ones is that of the innermost last box."""
+    """Leave out boxes inside other boxes, and give a box the content of its innermost last box."""
     outer: list[Box] = []
     for box in boxes:
         if outer and box.end <= outer[-1].end:
@@ -133,7 +133,7 @@ def _listed(response: str, boxes: list[Box]) -> str:
 
 
 def _stated(response: str) -> str | None:
-    """Return what follows the last "answer is" or "Answer:"; None if it is only words and values follow later."""
+    """Return the text after the last "answer is" or "Answer:", or None if it is words and values follow later."""
     found = last_match(_STATED, response)
     if found is None:
         return None

@@ -78,7 +78,7 @@ def _thinking_of_prompt(prompt: str) -> str:
 
 
 def _answer_block(response: str) -> str | None:
-    """Return the text of the last `<answer>...</answer>`; None if there is none."""
+    """Return the text of the last `<answer>...</answer>`, or None if there is none."""
     start = response.rfind("<answer>", 0, max(response.rfind("</answer>"), 0))
     if start < 0:
         return None

@@ -99,7 +99,7 @@ class GradingProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def kill(self) -> None:
-        """Kill the process and everything it started; return when it has ended. Only the owner may call this."""
+        """Kill the process and everything it started, and return when it has ended. Only the owner may call this."""
         self.interrupt()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -191,13 +191,13 @@ class GradingPool:
             return sorted(self._processes)
 
     def warm_up(self) -> None:
-        """Start the first grading process in the background; return immediately."""
+        """Start the first grading process in the background and return immediately."""
         with self._lock:
             if not self._threads and not self._closed:
                 self._add_thread()
 
     def grade(self, answers: Sequence[tuple[str, str]], prompts: Sequence[str] | None = None) -> list[Grade]:
-        """Grade (response, ground truth) pairs; blocks until each has an outcome.
+        """Grade (response, ground truth) pairs, and block until each has an outcome.
 
         Args:
             answers: The pairs.
@@ -215,7 +215,7 @@ class GradingPool:
         return [self._wait(job) for job in jobs]
 
     def close(self) -> None:
-        """Kill all grading processes; answers that are still being graded get an error. A second call does nothing."""
+        """Kill all grading processes, and fail the answers that are being graded. A second call does nothing."""
         with self._lock:
             self._closed = True
             threads = list(self._threads)
@@ -287,7 +287,7 @@ class GradingPool:
         return _as_grade(reply, self.verifier), True
 
     def _start_process(self) -> tuple[GradingProcess | None, str]:
-        """Start a process and wait until it is ready; return None and the reason if it does not start."""
+        """Start a process and wait until it is ready, or return None and the reason if it does not start."""
         process: GradingProcess | None = None
         if self._closed:
             return None, "the grading pool was closed"

@@ -23,7 +23,7 @@ _MAX_ERROR_CHARS = 1000
 
 
 def main(verifier_name: str, parent_pid: int, memory_limit_mb: int) -> int:
-    """Serve requests until their pipe closes; return the exit status."""
+    """Serve requests until their pipe closes, and return the exit status."""
     die_with_parent(parent_pid)
     limit_memory(memory_limit_mb)  # so that an answer like 10^10^10 ends in a MemoryError
     requests, replies = _take_over_pipes()
@@ -57,7 +57,7 @@ def _send(replies: TextIO, message: str) -> None:
 
 
 def _take_over_pipes() -> tuple[TextIO, TextIO]:
-    """Keep stdin and stdout for the protocol; redirect prints of a verifier to stderr."""
+    """Keep stdin and stdout for the protocol, and redirect prints of a verifier to stderr."""
     requests = os.fdopen(os.dup(0), "r", encoding="utf-8")
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     null = os.open(os.devnull, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""Host one environment object in its Ray actor, and catch what the user's code raises.
+"""Host one environment object in its Ray actor, and catch the errors of the user's code.
 
     EnvironmentActor        `step` is a function: calls run on the main thread one after another, or on
                             `max_concurrent_steps` threads; a hook that is a coroutine runs on a private event loop
@@ -82,7 +82,7 @@ class _Calls:
         self._step_options: dict[str, Any] = {"return_extracted_answer": True} if env.gives_answers else {}
 
     async def step(self, message_logs: list[Any], metadata: list[Any]) -> list[StepResult]:
-        """Step B samples; if the batch raises, step each sample alone to find those that fail."""
+        """Step B samples, or each sample alone to find the failing ones if the batch raises."""
         if len(metadata) == 1:
             return [await self._step_one(message_logs[0], metadata[0])]
         untouched = copy.deepcopy((message_logs, metadata))
@@ -102,7 +102,7 @@ class _Calls:
         return StepResult.failed(_describe(caught.take()), metadata)
 
     async def step_batch(self, message_logs: list[Any], metadata: list[Any]) -> list[StepResult]:
-        """Step B samples; raise what the environment raises."""
+        """Step B samples and raise the errors of the environment."""
         step: Any = partial(self._env.step, **self._step_options)
         outcome = await self._outcome(step, message_logs, metadata)
         return split_return(outcome, len(metadata), type(self._env).__name__)
@@ -125,7 +125,7 @@ class _Calls:
         return _describe(caught.take()) if caught else None
 
     async def post_process(self, batch: BatchedDataDict[Any]) -> tuple[BatchedDataDict[Any], Metrics]:
-        """Pass the batch to the environment, with tensors that it may write; return its `rewards` and metrics.
+        """Pass the batch to the environment, with tensors that it may write, and return its `rewards` and metrics.
 
         Rewards that are no tensor, or metrics that are no mapping, raise an error here.
         """
@@ -143,7 +143,7 @@ class _PrivateLoop:
         self._lock = threading.Lock()
 
     async def outcome(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a method; block until its coroutine has ended, if it returns one."""
+        """Call a method, and block until its coroutine has ended if it returns one."""
         outcome = method(*arguments)
         if inspect.iscoroutine(outcome):
             return asyncio.run_coroutine_threadsafe(outcome, self._running()).result()
@@ -176,15 +176,15 @@ class EnvironmentActor:
         return this_process()
 
     def step(self, message_logs: list[Any], metadata: list[Any]) -> list[StepResult]:
-        """Step B samples; if the batch raises, step each sample alone to find those that fail."""
+        """Step B samples, or each sample alone to find the failing ones if the batch raises."""
         return _without_waiting(self._calls.step(message_logs, metadata))
 
     def open_episode(self, metadata: list[Any]) -> list[EpisodeStart[Any]]:
-        """Open episodes one after another; an episode that raises gets an error."""
+        """Open episodes one after another, and give an error to each episode that raises."""
         return [_without_waiting(self._calls.open_one(item)) for item in metadata]
 
     def close_episode(self, metadata: list[Any]) -> list[str | None]:
-        """Close episodes one after another; return the error of each, or None."""
+        """Close episodes one after another, and return the error of each, or None."""
         return [_without_waiting(self._calls.close_one(item)) for item in metadata]
 
     def global_post_process_and_metrics(
@@ -226,7 +226,7 @@ class EnvironmentActorAsync:
         return this_process()
 
     async def step(self, message_logs: list[Any], metadata: list[Any]) -> list[StepResult]:
-        """Step B samples; if the batch raises, step each sample alone to find those that fail."""
+        """Step B samples, or each sample alone to find the failing ones if the batch raises."""
         if len(metadata) > 1:
             return await self._calls.step(message_logs, metadata)
         try:
@@ -238,11 +238,11 @@ class EnvironmentActorAsync:
             return [StepResult.failed(f"{type(self._env).__name__} {reason}", metadata[0], aborted=True)]
 
     async def open_episode(self, metadata: list[Any]) -> list[EpisodeStart[Any]]:
-        """Open episodes one after another; an episode that raises gets an error."""
+        """Open episodes one after another, and give an error to each episode that raises."""
         return [await self._calls.open_one(item) for item in metadata]
 
     async def close_episode(self, metadata: list[Any]) -> list[str | None]:
-        """Close episodes one after another; return the error of each, or None."""
+        """Close episodes one after another, and return the error of each, or None."""
         return [await self._calls.close_one(item) for item in metadata]
 
     async def global_post_process_and_metrics(

@@ -72,7 +72,7 @@ class _WaitingSample:
 
 
 class EnvironmentClient:
-    """A client of one environment, for one event loop at a time; not thread-safe.
+    """A client of one environment, for one event loop at a time and not thread-safe.
 
     The actor is started by the constructor, in the background.
 
@@ -144,7 +144,7 @@ class EnvironmentClient:
 
     @property
     def agent_section(self) -> Mapping[str, Any] | None:
-        """The section of an environment with `EnvironmentInterface.runs_agents`; None for other environments."""
+        """The section of an environment with `EnvironmentInterface.runs_agents`, or None for other environments."""
         return self._section if self._traits.runs_agents else None
 
     @property
@@ -210,7 +210,7 @@ class EnvironmentClient:
         return start
 
     async def close_episode(self, metadata: Any) -> None:
-        """Close the episode of one sample; errors are logged."""
+        """Close the episode of one sample, and log errors instead of raising them."""
         if "close_episode" not in self._traits.hooks or self._actor.failure is not None:
             return
         self._running_loop()
@@ -254,7 +254,7 @@ class EnvironmentClient:
             return batch, {}
 
     def try_out(self, conversation: list[dict[str, str]], metadata: Any, timeout_s: float) -> str | None:
-        """Play one turn with a made-up answer, before any rollout; block until it is graded.
+        """Play one turn with a made-up answer before any rollout, and block until it is graded.
 
         Args:
             conversation: prompt and answer, messages with `role` and `content`.
@@ -293,7 +293,7 @@ class EnvironmentClient:
         return reason
 
     def shutdown(self, timeout_s: float = 5.0) -> None:
-        """Stop the actor and what it started; later steps raise. A second call does nothing.
+        """Stop the actor and everything it started, so that later steps raise. A second call does nothing.
 
         Args:
             timeout_s: Limit for the environment's own `shutdown`, after which the actor is killed.
@@ -301,7 +301,7 @@ class EnvironmentClient:
         self._actor.shutdown(timeout_s)
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
-        """Return the event loop of the caller; a new loop starts with an empty queue."""
+        """Return the event loop of the caller, with an empty queue if the loop is new."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._queue, self._loop = [], loop
@@ -331,7 +331,7 @@ class EnvironmentClient:
                 waiting.future.set_result(result)
 
     async def _together(self, method: str, batch: Sequence[_Call]) -> list[Any]:
-        """Make calls in one Ray call, again after a death of the actor; later, or after a timeout, one by one."""
+        """Make calls in one Ray call, again after a death of the actor, then (or after a timeout) one by one."""
         for _ in range(_DEATHS_BEFORE_SPLIT):
             try:
                 return await self._answers(method, batch)
@@ -372,7 +372,7 @@ class EnvironmentClient:
         return call.failed(f"environment {self.name!r} gave no answer in {self._step_timeout_s:g} s", True)
 
     async def _answers(self, method: str, batch: Sequence[_Call]) -> list[Any]:
-        """Make calls in one Ray call; errors as `_call`."""
+        """Make calls in one Ray call, and raise the errors of `_call`."""
         columns = [list(column) for column in zip(*(call.arguments for call in batch), strict=True)]
         while True:
             answers: list[Any] | None = await self._call(method, *columns)
@@ -380,7 +380,7 @@ class EnvironmentClient:
                 return answers
 
     async def _call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the actor; return None if another call timed out or SIGSTOP had stopped the actor.
+        """Call a method of the actor, or return None if another call timed out or SIGSTOP had stopped the actor.
 
         The actor is replaced then.
         """

@@ -68,7 +68,7 @@ def section_of(section: Mapping[str, Any] | BaseModel) -> dict[str, Any]:
 
 
 def own_keys(section: Mapping[str, Any], config_class: type | None) -> dict[str, Any]:
-    """Return the keys of a section that are the environment's own: all but those above that its class does not name.
+    """Return the keys of a section that are the environment's own: all but the keys above that its class does not name.
 
     Args:
         config_class: `EnvironmentInterface.config_class`.
@@ -124,12 +124,12 @@ def plain_env_class(found: Any) -> tuple[EnvironmentClass, dict[str, Any]]:
 
 
 def is_environment(found: Any) -> bool:
-    """Return whether this is an environment object; Ray's decorated classes count as instances too."""
+    """Return whether this is an environment object, and not a class that Ray has decorated."""
     return isinstance(found, EnvironmentInterface) and not isinstance(found, ActorClass)
 
 
 def class_path(env_class: EnvironmentClass) -> str | None:
-    """Return the dotted path under which another process can import the class; None if there is none."""
+    """Return the dotted path under which another process can import the class, or None if there is none."""
     if env_class.__module__ == "__main__" or "<locals>" in env_class.__qualname__:
         return None
     return f"{env_class.__module__}.{env_class.__qualname__}"
@@ -178,7 +178,7 @@ def traits_of(
     runtime_env: Mapping[str, Any],
     timeout_s: float = 300.0,
 ) -> EnvironmentTraits:
-    """Return the traits of a class; a class named by its path is imported by the Python of its actor.
+    """Return the traits of a class, which the Python of its actor imports if the class is named by its path.
 
     Args:
         env_class: As in `launch_environment_actor`.
@@ -235,7 +235,7 @@ def launch_environment_actor(
     traits: EnvironmentTraits,
     runtime_env: Mapping[str, Any],
 ) -> ActorHandle:
-    """Start an actor that hosts the environment; return before it is ready.
+    """Start an actor that hosts the environment, and return before it is ready.
 
     The actor also searches the import path of this process, after its own. With another Python it leaves out the
     packages of this process's Python.
@@ -272,7 +272,7 @@ def import_path(runtime_env: Mapping[str, Any]) -> list[str]:
 
 
 def extend_path(folders: Sequence[str]) -> None:
-    """Search folders for modules after those that this process searches already."""
+    """Search folders for modules, after the folders that this process searches already."""
     sys.path.extend(entry for entry in folders if entry not in sys.path)
 
 

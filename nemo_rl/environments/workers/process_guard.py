@@ -1,4 +1,4 @@
-"""Bound what the process of an environment uses, from inside of it: memory, output and processes it leaves.
+"""Limit the memory, the output and the remaining processes of an environment's process, from inside of it.
 
 memory      a thread adds up the resident memory of the process and its descendants; above the limit it writes why,
 and ends them all. The driver starts the actor again and finds the reason in the log.

@@ -25,7 +25,7 @@ class _Worker:
 
 
 class EnvironmentPool:
-    """Several actors of one environment; has the methods of `EnvironmentClient`.
+    """Several actors of one environment, with the methods of `EnvironmentClient`.
 
     Args:
         clients: one for each actor.
@@ -80,13 +80,13 @@ class EnvironmentPool:
         return await (await self._take_place()).open_episode(metadata, seed)
 
     async def step(self, message_log: "LLMMessageLogType", metadata: Any) -> StepResult:
-        """See `EnvironmentClient.step`; an episode that was never opened takes a place now."""
+        """See `EnvironmentClient.step`. An episode that was never opened takes a place now."""
         place = self._place.get()
         client = place.client if place is not None else await self._take_place()
         return await client.step(message_log, metadata)
 
     async def close_episode(self, metadata: Any) -> None:
-        """Close the episode and free its place; without a place nothing was opened."""
+        """Close the episode and free its place, if it has one, since nothing was opened otherwise."""
         place = self._place.get()
         if place is None:
             return
@@ -101,11 +101,11 @@ class EnvironmentPool:
     async def global_post_process_and_metrics(
         self, batch: "BatchedDataDict[Any]"
     ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
-        """See `EnvironmentClient.global_post_process_and_metrics`; the first actor does it."""
+        """See `EnvironmentClient.global_post_process_and_metrics`, which the first actor runs."""
         return await self._workers[0].client.global_post_process_and_metrics(batch)
 
     def shutdown(self, timeout_s: float = 5.0) -> None:
-        """Stop all actors and what they started; later steps raise. A second call does nothing.
+        """Stop all actors and everything they started, so that later steps raise. A second call does nothing.
 
         Args:
             timeout_s: Limit for the environment's own `shutdown`, after which an actor is killed.

@@ -40,7 +40,7 @@ class Incarnation:
 
 
 class SupervisedActor:
-    """The actor of one environment; it is started by the constructor, in the background.
+    """The actor of one environment, which the constructor starts in the background.
 
     Args:
         name: For logs and errors.
@@ -73,7 +73,7 @@ class SupervisedActor:
         """The running actor; None if the next call starts one."""
 
     def running(self) -> Incarnation:
-        """Return the running actor; start one if there is none.
+        """Return the running actor, or start one if there is none.
 
         Raises:
             WorkerDiedError: The environment cannot be kept running, or was shut down.
@@ -112,7 +112,7 @@ class SupervisedActor:
         self._restarts_in_a_row = max(self._restarts_in_a_row - 1, 0)
 
     async def cause_of_death(self, incarnation: Incarnation, error: RayError) -> str:
-        """Return why an actor died, as far as it is known: what it wrote about its memory, or Ray's report."""
+        """Return why an actor died, as far as it is known, from its message about memory or from Ray's report."""
         if incarnation.process is not None:
             tail = await asyncio.to_thread(tail_of_logs, incarnation.process)
             excess = [line.partition(MEMORY_MARK)[2] for line in tail.splitlines() if MEMORY_MARK in line]
@@ -122,7 +122,7 @@ class SupervisedActor:
         return death_in_short(error)
 
     def end_hung(self, incarnation: Incarnation, reason: str) -> None:
-        """Kill an actor that missed a deadline, once; its other calls are made again."""
+        """Kill an actor that missed a deadline, once, and make its other calls again."""
         if incarnation.ended_by_us:
             return
         incarnation.ended_by_us = True
@@ -154,7 +154,7 @@ class SupervisedActor:
         )
 
     def shutdown(self, timeout_s: float) -> None:
-        """Stop the actor and what it started; later calls raise. A second call does nothing.
+        """Stop the actor and everything it started, so that later calls raise. A second call does nothing.
 
         Args:
             timeout_s: Limit for the environment's own `shutdown`, after which the actor is killed.
@@ -185,12 +185,12 @@ class SupervisedActor:
 
 
 async def answer_of(call: "ray.ObjectRef[Any]", timeout_s: float) -> Any:
-    """Await a Ray call with a deadline; raises TimeoutError or what the call raised."""
+    """Await a Ray call with a deadline, and raise TimeoutError or the error of the call."""
     return await asyncio.wait_for(asyncio.wrap_future(call.future()), timeout_s)
 
 
 def construction_error(error: RayError) -> str:
-    """Return what a constructor raised: the user's lines and the last line of Ray's report, which is the error."""
+    """Return the error of a constructor, as the user's lines and the last line of Ray's report."""
     last = [line.strip() for line in str(error).splitlines() if line.strip()][-1]
     lines = "\n".join(map(str, user_lines(error)[-3:]))
     return f"{last}\n{lines}" if lines else last

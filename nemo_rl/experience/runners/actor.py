@@ -40,7 +40,7 @@ _NO_LIMIT = 2**31
 
 
 class EngineWorkers:
-    """Takes the place of a `RayWorkerGroup` in the `EngineGroup` of a runner; thread-safe.
+    """Takes the place of a `RayWorkerGroup` in the `EngineGroup` of a runner, safely for several threads.
 
     Args:
         workers: actors of the engines' workers, in the order of their ranks.
@@ -58,7 +58,7 @@ class EngineWorkers:
             return sorted(self._lost)
 
     def run_single_worker_single_data(self, method_name: str, worker_idx: int, *args: Any) -> Any:
-        """Call a method of a worker; see `RayWorkerGroup`."""
+        """Call a method of a worker (see `RayWorkerGroup`)."""
         return self.workers[worker_idx].call.remote(method_name, *pack_tensors(args))
 
     def restart_workers(self, worker_idxs: Sequence[int], timeout_s: float) -> None:
@@ -79,7 +79,7 @@ class EngineWorkers:
             )
 
     def replace(self, workers: Sequence[Any], lost: Sequence[int]) -> None:
-        """Use these actors from now on; those at the positions `lost` are new."""
+        """Use these actors from now on, with new ones at the positions `lost`."""
         with self._changed:
             self.workers[:] = workers
             self._lost -= set(lost)
@@ -124,7 +124,7 @@ class RunnerEngines(EngineGroup):
         self._ids = itertools.count(secrets.randbits(48))
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """See `GenerationInterface.generate`; the answer tells the version of the engines' weights.
+        """See `GenerationInterface.generate`. The answer tells the version of the engines' weights.
 
         The driver tells it with new groups only, and later turns look for the engine with the newest prefix.
         """
@@ -164,7 +164,7 @@ class RunnerSettings:
 
 
 class RunnerActor:
-    """Plays groups on the event loop of the actor; the module's docstring shows the calls."""
+    """Plays groups on the event loop of the actor, with the calls that the module's docstring shows."""
 
     def __init__(self, settings: RunnerSettings) -> None:
         extend_path(settings.import_path)
@@ -192,7 +192,7 @@ class RunnerActor:
         self._groups = OpenGroups(self._play)
 
     def ready(self) -> ProcessIdentity:
-        """Return the process of the actor; it answers when the runner is ready."""
+        """Return the process of the actor when the runner is ready."""
         return this_process()
 
     async def submit(
@@ -225,7 +225,7 @@ class RunnerActor:
         return await self._runner.play_group(task.prompt, 0, task.num_generations, task.sampling, task.key)
 
     async def lost_engines(self, timeout_s: float) -> list[int]:
-        """Wait up to `timeout_s` for engines that have to be replaced; the answer also shows that the actor works.
+        """Wait up to `timeout_s` for engines that have to be replaced, and show by the answer that the actor works.
 
         Returns:
             Positions of their workers in `RunnerSettings.engines`; empty if there are none.
@@ -236,7 +236,7 @@ class RunnerActor:
         return lost
 
     async def replace_engines(self, workers: Sequence[Any], lost: Sequence[int]) -> None:
-        """Use these workers from now on; those at the positions `lost` are new and have the current weights."""
+        """Use these workers from now on, with new ones at the positions `lost` that have the current weights."""
         self._workers.replace(workers, lost)
 
     def shutdown(self) -> None:

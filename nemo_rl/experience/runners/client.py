@@ -1,4 +1,4 @@
-"""Let runner actors play groups; the driver's `RolloutRunner` keeps order, deadlines and post-processing.
+"""Let runner actors play groups, while the driver's `RolloutRunner` keeps order, deadlines and post-processing.
 
 Each group goes to the runner with the fewest open groups. A runner that dies or hangs is started again, and its open
 groups are played again, with the same prompts and the same seeds. Its finished groups are not lost, because the driver
@@ -101,7 +101,7 @@ class RunnerShare:
         return [workers[rank] for rank in self.ranks]
 
     async def watch(self) -> None:
-        """Keep the actor and its engines running; never returns.
+        """Keep the actor and its engines running, without ever returning.
 
         Raises:
             WorkerDiedError: the actor or an engine died too often.
@@ -116,7 +116,7 @@ class RunnerShare:
                 self.actor.replace(incarnation, death_in_short(death))
             except _NoSignOfLifeError:
                 reason = f"no sign of life for {self._silence_s:g} s (cluster.timeouts.rollout_runner_silence_s)"
-                self.actor.end_hung(incarnation, reason)  # on this loop, as `serve` replaces the actor here too
+                self.actor.end_hung(incarnation, reason)  # on this loop, where `serve` also replaces the actor
 
     async def _look(self, handle: Any) -> None:
         """Ask the runner for lost engines, and replace them."""
@@ -144,7 +144,7 @@ class RunnerShare:
         return self._silence_s / _POLLS_WITHIN_SILENCE
 
     def _replace_engines(self, lost: Sequence[int], given: Sequence[Any]) -> list[Any]:
-        """Replace engines, unless another thread has done so already; return the current workers."""
+        """Replace engines, unless another thread has done so already, and return the current workers."""
         with self.engines.exclusively():
             now = self._workers()
             found = [self.ranks[position] for position in lost if now[position] is given[position]]
@@ -205,7 +205,7 @@ class RemoteRunner(RolloutRunner):
         closings: Closings,
         progress: GroupProgress | None = None,
     ) -> Rollouts:
-        """Let a runner play all samples of one prompt; the runner also closes the episodes."""
+        """Let a runner play all samples of one prompt and close their episodes."""
         if prompts.get("row_inputs") is not None:
             raise ConfigError(
                 "Rollout runners do not take inputs next to the tokens yet. Use cluster.rollout_runners=0."
@@ -227,7 +227,7 @@ class RemoteRunner(RolloutRunner):
         return located(Rollouts(samples, rollouts.metrics), ray.put(packed))
 
     def busy_seconds(self) -> BusySeconds:
-        """See `RolloutRunner.busy_seconds`; the values are those that the runners reported with their last groups."""
+        """See `RolloutRunner.busy_seconds`. The values are from the runners' reports with their last groups."""
         engines = [seconds for runner in self._runners for seconds in runner.exchange.busy.engines]
         return BusySeconds(engines, max(runner.exchange.busy.environments for runner in self._runners))
 

@@ -39,7 +39,7 @@ class _WaitingGroup:
 
 
 class GroupExchange:
-    """The open groups of one runner; used on one event loop.
+    """The open groups of one runner, used on one event loop.
 
     Args:
         weight_version: function that returns the version of the engines' weights.
@@ -98,7 +98,7 @@ class GroupExchange:
                 self._send_soon()
 
     async def serve(self) -> None:
-        """Send groups to the actor and collect its results; never returns.
+        """Send groups to the actor and collect its results, without ever returning.
 
         Raises:
             WorkerDiedError: the actor died too often; all open groups raise it.
@@ -143,7 +143,7 @@ class GroupExchange:
             asyncio.get_running_loop().call_soon(self._send)
 
     def _send(self) -> None:
-        """Send the groups that were added since the last call, and the numbers of those that were given up."""
+        """Send the groups that were added since the last call, and the numbers of groups that were given up."""
         self._send_is_due = False
         if self._handle is None:
             return  # `serve` sends all open groups when the actor runs

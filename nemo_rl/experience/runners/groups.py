@@ -84,7 +84,7 @@ class FinishedGroups:
 
 
 class OpenGroups:
-    """The groups that an actor plays, and finished ones that were not taken yet; used on one event loop.
+    """The groups that an actor plays, and finished groups that were not taken yet, used on one event loop.
 
     Args:
         play: function that plays a group.
@@ -128,7 +128,7 @@ class OpenGroups:
         self._has_news.set()
 
     async def take(self, timeout_s: float) -> list[tuple[int, str, Rollouts | Exception]]:
-        """Wait up to `timeout_s` for finished groups; return the number, phase and outcome of each."""
+        """Wait up to `timeout_s` for finished groups, and return the number, phase and outcome of each."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._has_news.wait(), timeout_s)
         taken, num_tokens = [], 0

@@ -58,7 +58,7 @@ def split(groups: Sequence[Sequence[Trajectory]], *, reads_collections: bool) ->
 
 
 def _summary(sample: Trajectory, places: Iterator[StoredTokens], reads_collections: bool) -> Trajectory:
-    """Return a sample without tokens; it takes the places of its conversations from `places`."""
+    """Return a sample without tokens, with the places of its conversations from `places`."""
     num_prompt = next((n for n, m in enumerate(sample.message_log) if "generation_logprobs" in m), None)
     return replace(
         sample,
@@ -78,7 +78,7 @@ def _summary(sample: Trajectory, places: Iterator[StoredTokens], reads_collectio
 
 
 def _counted(log: Sequence[Message], num_texts: int | None) -> list[Any]:
-    """Return messages with counts instead of tokens; the first `num_texts` keep their texts, None: all of them."""
+    """Return messages with counts instead of tokens, and with texts for the first `num_texts` (None: all of them)."""
     counted = []
     for number, message in enumerate(log):
         count = TokenCount(message["token_ids"].numel())
@@ -89,7 +89,7 @@ def _counted(log: Sequence[Message], num_texts: int | None) -> list[Any]:
 
 
 def located(rollouts: Rollouts, rows: "ObjectRef[Any]") -> Rollouts:
-    """Add the reference of the tokens to the summaries of a group; samples with tokens stay as they are."""
+    """Add the reference of the tokens to the summaries of a group, but not to samples with tokens."""
     for sample in rollouts.trajectories:
         for conversation in sample.conversations:
             if conversation.stored is not None:
@@ -98,7 +98,7 @@ def located(rollouts: Rollouts, rows: "ObjectRef[Any]") -> Rollouts:
 
 
 def whole(samples: Sequence[Trajectory]) -> list[Trajectory]:
-    """Get the tokens and texts of samples from the object store; samples that have them are returned as they are."""
+    """Get the tokens and texts of samples from the object store, unless the samples have them."""
     places = [None if sample.stored is None else sample.stored.rows for sample in samples]
     packed = fetched([place for place in places if place is not None])
     return [
@@ -133,7 +133,7 @@ def _messages(counted_log: Sequence[Any], place: StoredTokens | None, packed: Pa
 
 
 def messages_of(trajectory: Trajectory) -> list[Message]:
-    """Return the messages of a row without tokens; their texts may come from the object store."""
+    """Return the messages of a row without tokens, whose texts may come from the object store."""
     if trajectory.stored is None or trajectory.stored.rows is None:
         return trajectory.turns
     packed = fetched([trajectory.stored.rows])[trajectory.stored.rows]

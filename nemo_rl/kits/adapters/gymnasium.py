@@ -83,7 +83,7 @@ class GymnasiumGame(ReplayedGame[Any]):
 
 
 class GymnasiumEnvironment(GameEnvironment):
-    """The environment `gymnasium`; rewards are those of the library.
+    """The environment `gymnasium`, with the rewards of the library.
 
     Args:
         cfg: `env.gymnasium`.

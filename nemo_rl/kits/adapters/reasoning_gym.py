@@ -21,7 +21,7 @@ _ADVICE = "Write the answer between <answer> and </answer>."
 
 
 class ReasoningGymEnvironment(EnvironmentInterface[dict[str, Any]]):
-    """The environment `reasoning_gym`; the reward is the library's score, from 0 to 1.
+    """The environment `reasoning_gym`, with the library's score from 0 to 1 as the reward.
 
     The question follows from the seed of the row, so the metadata holds only this seed.
 
@@ -55,7 +55,7 @@ class ReasoningGymEnvironment(EnvironmentInterface[dict[str, Any]]):
         metadata: list[dict[str, Any]],
         return_extracted_answer: bool = False,
     ) -> EnvironmentReturn[dict[str, Any]]:
-        """Score the last text between `<answer>` and `</answer>` of B answers; without one the reward is 0."""
+        """Score the last text between `<answer>` and `</answer>` of B answers, or give 0 if there is none."""
         answers = [self._answer(log) for log in message_log_batch]
         scores = [self._score(answer, item["seed"]) for answer, item in zip(answers, metadata, strict=True)]
         return EnvironmentReturn(

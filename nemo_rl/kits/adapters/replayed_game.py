@@ -44,7 +44,7 @@ class ReplayedGame[Handle](TextGame):
 
     @abstractmethod
     def open_game(self, seed: int, episode_seed: int) -> tuple[Handle, str]:
-        """Open a game; return it, and its rules and situation as text."""
+        """Open a game, and return it with its rules and situation as text."""
 
     @abstractmethod
     def act(self, handle: Handle, action: str) -> GameAnswer:
@@ -55,7 +55,7 @@ class ReplayedGame[Handle](TextGame):
         """Release a game."""
 
     def start(self, seed: int, split: str, episode_seed: int) -> GameStart:
-        """Open a game; the seeds of rows differ between splits."""
+        """Open a game, with seeds that differ between splits."""
         state = {"seed": seed, "episode_seed": episode_seed, "actions": []}
         handle, text = self._opened(state)
         self._keep(state, handle)

@@ -18,7 +18,7 @@ _ADVICE = "Write your action between <action> and </action>, in the form that th
 
 
 class TextArenaGame(ReplayedGame[Any]):
-    """One game of TextArena; the text between the tags goes to it unchanged.
+    """One game of TextArena, which gets the text between the tags unchanged.
 
     Args:
         config: the section `env.textarena`.
@@ -61,7 +61,7 @@ class TextArenaGame(ReplayedGame[Any]):
         return GameAnswer(observed(added.removeprefix(f"[GAME] {action}\n").strip()), 0.0, False, is_valid)
 
     def close_game(self, handle: Any) -> None:
-        """Drop the game; it holds no resources."""
+        """Drop the game, which holds no resources."""
 
 
 class TextArenaEnvironment(GameEnvironment):

@@ -35,7 +35,7 @@ class _MarkedText(NamedTuple):
 
 
 def code_to_run(text: str) -> str | None:
-    """Return the last block between `<code>` and `</code>`; None if there is none.
+    """Return the last block between `<code>` and `</code>`, or None if there is no block.
 
     The end of the text closes a block, because a stop string may have been left out of it. A fence inside of the tags
     is taken off.
@@ -45,7 +45,7 @@ def code_to_run(text: str) -> str | None:
 
 
 def final_code(text: str) -> str | None:
-    """Return the last fenced block that is Python, or else the last one without a language; None if there is none.
+    """Return the last fenced block that is Python, else the last block without a language, else None.
 
     Blocks inside of `<code>` do not count, and those in thinking text only if no answer follows it.
     """
@@ -53,7 +53,7 @@ def final_code(text: str) -> str | None:
 
 
 def any_code(text: str) -> str | None:
-    """Return what `final_code` returns, or else what `code_to_run` does; the text is read once."""
+    """Return the result of `final_code`, or else that of `code_to_run`, reading the text once."""
     pieces = _pieces_of_answer(text)
     blocks = [piece.content for piece in pieces if piece.kind == "code"]
     found = _last_program([piece for piece in pieces if piece.kind == "fence"])

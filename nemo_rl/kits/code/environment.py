@@ -118,7 +118,7 @@ class CodeEnvironment(EnvironmentInterface[CodeEnvMetadata]):
     def global_post_process_and_metrics(
         self, batch: "BatchedDataDict[Any]"
     ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
-        """Compute metrics over B rollouts; rewards are not changed.
+        """Compute metrics over B rollouts without changing their rewards.
 
         `accuracy` is the share of samples that pass all tests, `ended_by_<limit>` the share that a limit ended.
         """

@@ -28,7 +28,7 @@ from nemo_rl.utils.errors import DataError
 
 @dataclass(frozen=True)
 class CallTests:
-    """Tests in Python that call what the solution defines."""
+    """Tests in Python that call the solution's functions and classes."""
 
     tests: tuple[str, ...]
     """Source code of tests: `assert` statements, functions `test...`, classes of `unittest`. Each assert statement is a
@@ -207,7 +207,7 @@ def _program(modules: tuple[str, ...], files: dict[str, bytes], *descriptors: _D
 
 
 def _counted(counts: bytes) -> tuple[int, int]:
-    """Return the passed checks and all checks; at least one failed if the tests did not reach their end."""
+    """Return the passed checks and all checks, of which at least one failed if the tests did not reach their end."""
     if len(counts) < _COUNTS.size:
         return 0, 1
     passed, failed, num_known, finished = _COUNTS.unpack(counts)

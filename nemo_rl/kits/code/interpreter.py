@@ -42,7 +42,7 @@ _LEFT_OUT = "\n... {} characters left out ...\n"
 def program_of(
     blocks: Sequence[str], context: Mapping[str, Any], working_dir: str | None = None, max_bytes: int = 0
 ) -> Program:
-    """Return one fresh program that runs blocks; its output is that of the last one.
+    """Return one fresh program that runs all blocks and prints the output of the last block.
 
     Nothing of a block lives on in a process: the earlier ones run again, which any process of the environment can do
     after a restart. They have to give the same variables again, so random numbers need a seed.

@@ -29,7 +29,7 @@ class CodeJaccardEnvironmentMetadata(TypedDict):
 
 
 def jaccard_similarity(one: str, other: str) -> float:
-    r"""Return |A ∩ B| / |A ∪ B| of the sets A and B of words and punctuation characters; 1.0 of two empty texts.
+    r"""Return |A ∩ B| / |A ∪ B| of the sets A and B of words and punctuation characters, or 1.0 for two empty texts.
 
     The index of Jaccard, "The distribution of the flora in the alpine zone", New Phytologist 11 (1912), 37-50.
     """
@@ -76,7 +76,7 @@ class CodeJaccardEnvironment(EnvironmentInterface[CodeJaccardEnvironmentMetadata
     def global_post_process_and_metrics(
         self, batch: "BatchedDataDict[Any]"
     ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
-        """Compute metrics over B rollouts; rewards are not changed."""
+        """Compute metrics over B rollouts without changing their rewards."""
         rewards = batch["rewards"].float()
         return batch, {"mean_similarity": rewards.mean().item() if len(rewards) else 0.0}
 

@@ -29,7 +29,7 @@ RULES = (
 
 
 class BlackjackGame(TextGame):
-    """The game; the player wins 1, loses 1, or gets 0 for equal hands.
+    """The game, in which the player wins 1, loses 1, or gets 0 for equal hands.
 
     Starts with 21 in the first two cards are left out, because nothing is to decide. A dealer with 21 in two cards
     beats 21 in more.
@@ -39,7 +39,7 @@ class BlackjackGame(TextGame):
     out_of_moves_reward: ClassVar[float] = -1.0
 
     def start(self, seed: int, split: str, episode_seed: int) -> GameStart:
-        """Deal hands of the split; one start in ten belongs to validation, all others to training."""
+        """Deal hands of the split: one start in ten belongs to validation, all others to training."""
         rng = random.Random(derive_seed(seed, "blackjack"))
         while True:
             player, shown = [rng.choice(CARDS), rng.choice(CARDS)], rng.choice(CARDS)
@@ -97,7 +97,7 @@ def hand_value(cards: Sequence[int]) -> tuple[int, bool]:
 
 
 def is_held_out(player: Sequence[int], shown: int) -> bool:
-    """Return whether hands start episodes of validation; decided by the cards alone, in any order."""
+    """Return whether hands start episodes of validation, which depends only on the cards and not on their order."""
     return derive_seed(0, "blackjack", *sorted(player), shown) % HELD_OUT_ONE_IN == 0
 
 
@@ -160,7 +160,7 @@ def expected_reward(policy: Policy, split: str | None = None) -> float:
 
 
 def starts(split: str | None = None) -> Iterator[Hands]:
-    """Yield the situations at the start, as often as they are likely; without 21 in two cards."""
+    """Yield the situations at the start, as often as they are likely, except 21 in two cards."""
     for first, second, shown in product(CARDS, repeat=3):
         value, soft = hand_value((first, second))
         if value < 21 and split in (None, "validation" if is_held_out((first, second), shown) else "train"):

@@ -65,7 +65,7 @@ def solution_lengths(size: int) -> dict[Grid, int]:
 
 
 def random_solve_rate(grid: Sequence[Sequence[int]], max_moves: int) -> float:
-    """Return the probability that random moves among those that the rules allow solve a board in time.
+    """Return the probability that random allowed moves solve a board in time.
 
     Args:
         grid: tiles by row; 0 is the empty cell.
@@ -151,7 +151,7 @@ class BoardState(TypedDict):
 
 
 class SlidingPuzzleGameLogic:
-    """The rules, as functions of a state; a state is never changed in place."""
+    """The rules, as functions of a state that they never change in place."""
 
     @staticmethod
     def generate(config: Mapping[str, Any], seed: int | None = None) -> dict[str, Any]:
@@ -214,7 +214,7 @@ class SlidingPuzzleGame(TextGame):
             self._generate(0, split)
 
     def start(self, seed: int, split: str, episode_seed: int) -> GameStart:
-        """Generate the board of a seed; one board in ten belongs to validation, all others to training."""
+        """Generate the board of a seed: one board in ten belongs to validation, all others to training."""
         state = self._generate(seed, split)
         most = self._board.shuffle_moves
         if most <= MAX_SHUFFLES_TO_SOLVE:
@@ -280,7 +280,7 @@ class SlidingPuzzleEnv(GameEnvironment):
 
 
 def is_held_out(grid: Sequence[Sequence[int]]) -> bool:
-    """Return whether a board starts episodes of validation; decided by its tiles alone."""
+    """Return whether a board starts episodes of validation, which its tiles alone decide."""
     return derive_seed(0, "sliding_puzzle", *[tile for row in grid for tile in row]) % HELD_OUT_ONE_IN == 0
 
 
@@ -332,7 +332,7 @@ def _is_on_board(state: dict[str, Any], place: tuple[int, int]) -> bool:
 
 
 def _tile_to_move(state: dict[str, Any], action: str) -> tuple[int, int] | None:
-    """Return row and column of the tile that an action moves; None if the rules do not allow it."""
+    """Return row and column of the tile that an action moves, or None if the rules do not allow the action."""
     row, column = state["empty_pos"]
     name, *numbers = action.split() or [""]
     if name in _STEPS and not numbers:
@@ -355,6 +355,6 @@ def _moved(state: dict[str, Any], place: tuple[int, int]) -> dict[str, Any]:
 
 
 def _grid_text(grid: Sequence[Sequence[int]]) -> str:
-    """Return a line for each row; a space before each tile makes it the same token in every column."""
+    """Return a line for each row, with a space before each tile that makes it the same token in every column."""
     width = len(str(len(grid) ** 2 - 1)) + 1
     return "\n".join("".join((str(tile) if tile else "_").rjust(width) for tile in row) for row in grid)

@@ -90,7 +90,7 @@ class TextGame(ABC):
 
     @abstractmethod
     def play(self, state: dict[str, Any], action: str) -> GameTurn:
-        """Take one action; `state` is not changed."""
+        """Take one action without changing `state`."""
 
     def close(self, state: dict[str, Any]) -> None:  # noqa: B027  (optional hook)
         """Release what a game holds, at the end of its episode."""
@@ -115,7 +115,7 @@ class GameEnvironment(EnvironmentInterface[GameMetadata]):
         self._max_moves = max_moves
 
     def open_episode(self, metadata: Any) -> EpisodeStart[GameMetadata]:
-        """Set up the game of a sample; its first message shows it.
+        """Set up the game of a sample, which the first message shows.
 
         Raises:
             ValueError: the row has neither a seed nor a state.
@@ -134,7 +134,7 @@ class GameEnvironment(EnvironmentInterface[GameMetadata]):
     def step(
         self, message_log_batch: list["LLMMessageLogType"], metadata: list[GameMetadata]
     ) -> EnvironmentReturn[GameMetadata]:
-        """Take one action in each of B games; `metadata` is that of `open_episode` or of the previous step."""
+        """Take one action in each of B games, with the `metadata` of `open_episode` or of the previous step."""
         turns = [
             self._turn(content_text(log[-1]["content"]), item)
             for log, item in zip(message_log_batch, metadata, strict=True)
@@ -161,7 +161,7 @@ class GameEnvironment(EnvironmentInterface[GameMetadata]):
     def global_post_process_and_metrics(
         self, batch: "BatchedDataDict[Any]"
     ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
-        """Compute metrics over B episodes; rewards are not changed.
+        """Compute metrics over B episodes without changing their rewards.
 
         The share of each result, and of truncated episodes, which a limit of tokens or turns cut off; `num_moves` and
         `invalid_actions`, means over all episodes; and the metrics of the game.
@@ -202,7 +202,7 @@ def observed(text: str) -> str:
 
 
 def settings_of(cfg: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the settings of a game: those below `cfg` of its section, or the mapping itself."""
+    """Return the settings of a game, which are `cfg` of its section or the mapping itself."""
     section = dict(cfg or {})
     return dict(section["cfg"] or {}) if "cfg" in section else section
 

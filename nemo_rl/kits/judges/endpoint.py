@@ -61,7 +61,7 @@ class Endpoint(JudgeModel):
 
 
 def endpoint_key(config: LLMJudgeConfig) -> str | None:
-    """Return the key of the endpoint; None where none is sent.
+    """Return the key of the endpoint, or None if no key is sent.
 
     Raises:
         ConfigError: the environment variable of the key is not set.

@@ -39,7 +39,7 @@ _RULES = TaskDataSpec("llm_judge", text_rules=TextRules(rows=True, tools=True)).
 
 
 class JudgeEngines(JudgeModel):
-    """Engines with the judge's model; for one event loop.
+    """Engines with the judge's model, for use on one event loop.
 
     Args:
         config: the section `env.llm_judge`, with `engine`.
@@ -71,7 +71,7 @@ class JudgeEngines(JudgeModel):
             self._started = undo.pop_all()
 
     async def ask(self, body: Mapping[str, Any], attempt: int = 0) -> JudgeText:
-        """See `JudgeModel.ask`; another attempt has another seed.
+        """See `JudgeModel.ask`. Another attempt has another seed.
 
         Raises:
             JudgeError: the request is too long, takes too long, or the engines have ended.
@@ -110,7 +110,7 @@ class JudgeEngines(JudgeModel):
 
 
 def check_engine(config: LLMJudgeConfig) -> PolicyConfig:
-    """Return the section of the judge's model, which the engines can serve; `config` has the key `engine`.
+    """Return the section of the judge's model for `config.engine`, checked to be one that engines serve.
 
     Raises:
         ConfigError: a key of `engine`, or the model, cannot be used.

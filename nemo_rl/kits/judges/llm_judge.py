@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class LLMJudgeEnvironment(EnvironmentInterface[Any]):
-    """An environment around a judge; see the module docstring.
+    """An environment around a judge, as the module docstring describes.
 
     Args:
         config: the section `env.llm_judge`, or its dict.
@@ -64,7 +64,7 @@ class LLMJudgeEnvironment(EnvironmentInterface[Any]):
     async def step(  # type: ignore[override]  # may be a coroutine function
         self, message_log_batch: list["LLMMessageLogType"], metadata: list[Any]
     ) -> EnvironmentReturn[Any]:
-        """Judge one answer; B is 1.
+        """Judge one answer (B is 1).
 
         Args:
             message_log_batch: B conversations, the answer last.
@@ -82,7 +82,7 @@ class LLMJudgeEnvironment(EnvironmentInterface[Any]):
         )
 
     async def _judge(self, conversation: "list[Message]", metadata: Any) -> tuple[float, str | None]:
-        """Return the reward and None, or the reason why there is none; the mean over both orders of two answers."""
+        """Return the reward (the mean over both orders of two answers) and None, or 0 and the reason for it."""
         try:
             prompts = self._prompts.of(conversation, metadata)
             quotable = quotable_texts(conversation, metadata)
@@ -100,11 +100,11 @@ class LLMJudgeEnvironment(EnvironmentInterface[Any]):
     def global_post_process_and_metrics(
         self, batch: "BatchedDataDict[Any]"
     ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
-        """Return the mean reward, and requests, latency and cost since the last collection; rewards are not changed."""
+        """Return the mean reward, and requests, latency and cost since the last call. Rewards do not change."""
         rewards = batch["rewards"].double()
         mean = {"score_mean": float(rewards.mean())} if len(rewards) else {}
         return batch, self._meter.metrics(self.cfg) | mean
 
     def shutdown(self) -> None:
-        """Stop the engines of the judge; connections to an endpoint end with the process."""
+        """Stop the engines of the judge, but leave connections to an endpoint open until the process ends."""
         self._model.close()

@@ -7,7 +7,7 @@ from nemo_rl.utils.errors import ConfigError
 
 
 def places_of(name: str, resources: OwnDevicesConfig, *, on_gpus: bool) -> RayVirtualCluster:
-    """Return the bundles of a model; reserve nothing.
+    """Return the bundles of a model without reserving any.
 
     Args:
         name: name shown in Ray's tools.

@@ -88,7 +88,7 @@ class JudgeModel(abc.ABC):
         """
 
     def close(self) -> None:  # noqa: B027  (optional hook)
-        """Release what the model holds."""
+        """Release the resources of the model."""
 
 
 _MILLION = 1e6
@@ -141,7 +141,7 @@ type Reader = Callable[[str], float]
 
 
 class Questions:
-    """Asks a judge; for one event loop.
+    """Asks a judge, on one event loop.
 
     Args:
         config: the section `env.llm_judge`.

@@ -27,7 +27,7 @@ _MOST_ROWS_OF_A_PASS = 1024
 
 
 class RewardModelEnvironment(EnvironmentInterface[Any]):
-    """An environment around a reward model; see the module docstring.
+    """An environment around a reward model, as the module docstring describes.
 
     Args:
         config: the section `env.reward_model`, or its dict.
@@ -58,7 +58,7 @@ class RewardModelEnvironment(EnvironmentInterface[Any]):
     async def step(  # type: ignore[override]  # may be a coroutine function
         self, message_log_batch: list["LLMMessageLogType"], metadata: list[Any]
     ) -> EnvironmentReturn[Any]:
-        """Score one conversation; B is 1, and concurrent calls share forward passes.
+        """Score one conversation (B is 1), in forward passes that concurrent calls share.
 
         Args:
             message_log_batch: B conversations, the answer last.
@@ -89,7 +89,7 @@ class RewardModelEnvironment(EnvironmentInterface[Any]):
     def global_post_process_and_metrics(
         self, batch: "BatchedDataDict[Any]"
     ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
-        """Return the spread of the scores and the size of the forward passes; rewards are not changed."""
+        """Return the spread of the scores and the size of the forward passes, without changing rewards."""
         rewards = batch["rewards"].double()
         metrics = {"rows_per_pass": self._passes.num_rows / max(self._passes.num_passes, 1)}
         if len(rewards):
@@ -116,7 +116,7 @@ def _tokenizer_of_classifier(config: RewardModelEnvironmentConfig) -> "Tokenizer
 
 
 def _require_classifier(model_name: str) -> None:
-    """Check that a model has a trained head for scores; a language model would get a random one."""
+    """Check that a model has a trained head for scores, because a language model would get a random one."""
     config = AutoConfig.from_pretrained(model_name, trust_remote_code=False)
     if not is_classifier(config):
         raise ConfigError(

@@ -163,7 +163,7 @@ def tag_of(values: Mapping[str, Any]) -> str:
 
 
 def _tags(template: str) -> re.Pattern[str] | None:
-    """Return a pattern of the tags that a template has; its group is what follows `<`."""
+    """Return a pattern of the tags of a template, whose group is the text after `<`."""
     names = sorted(set(re.findall(r"</([A-Za-z][\w.-]*)[\s{>]", template)))
     if not names:
         return None
@@ -210,7 +210,7 @@ def read_reward(config: LLMJudgeConfig, text: str, answer_is_b: bool = False, qu
 
 
 def _after_thinking(text: str) -> str:
-    """Return what the judge wrote after its thinking."""
+    """Return the judge's text after its thinking."""
     rest = text.rpartition(_END_OF_THOUGHT)[2]
     if rest.lstrip().startswith(_THOUGHT):
         raise JudgeError(f"the judge's thinking does not end, so it has no verdict: {text[-_SHOWN_CHARS:]!r}")
@@ -218,7 +218,7 @@ def _after_thinking(text: str) -> str:
 
 
 def _last_verdict(pattern: str, text: str, quotable: Sequence[str]) -> re.Match[str] | None:
-    """Return the last match that is the judge's own statement; None if there is none."""
+    """Return the last match that is the judge's own statement, or None if no match is."""
     is_own_pattern = pattern not in (SCORE_PATTERN, WINNER_PATTERN)
     last_line = len(text.rstrip())
     start_of_last = text.rfind("\n", 0, last_line) + 1

@@ -45,7 +45,7 @@ def calculator(expression: str) -> str:
 
 
 def _value(node: ast.expr) -> Number:
-    """Compute a node; integers and their quotients stay exact."""
+    """Compute a node with exact integers and quotients of integers."""
     match node:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
             return Fraction(value) if isinstance(value, int) else _finite(value)
@@ -67,7 +67,7 @@ def _known() -> str:
 
 
 def _power(base: Number, exponent: Number) -> Number:
-    """Raise to a power; refuse a result that would be too long before it is computed."""
+    """Raise to a power, and refuse a result that would be too long before it is computed."""
     if isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator == 1:
         bits = max(abs(base.numerator).bit_length(), base.denominator.bit_length())
         if bits * abs(exponent) > _MAX_BITS and bits > 1:
@@ -96,7 +96,7 @@ def _finite(value: float) -> float:
 
 
 def _plain(value: Number) -> int | float:
-    """Convert to what functions of `math` take; integers stay exact."""
+    """Convert a number, unless it is an integer, to the type that functions of `math` take."""
     return int(value) if isinstance(value, Fraction) and value.denominator == 1 else float(value)
 
 

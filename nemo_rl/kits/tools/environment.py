@@ -100,7 +100,7 @@ class ToolEnvironment(EnvironmentInterface[ToolState]):
 
     @classmethod
     def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
-        """See `EnvironmentInterface.check_section`: the grader and the tokenizer; `offered_tools` checks the tools."""
+        """Check the grader and the tokenizer, but not the tools, which `offered_tools` checks."""
         cfg = ToolEnvironmentConfig.of(section)
         _require_tokenizer(cfg)
         check_grader(cfg.grader, f"{place}.grader", tokenizer)
@@ -189,7 +189,7 @@ class ToolEnvironment(EnvironmentInterface[ToolState]):
         self._threads.shutdown(wait=False)
 
     async def _final(self, log: "LLMMessageLogType", state: ToolState) -> EnvironmentReturn[ToolState]:
-        """Let the grader answer a response without a call; its metadata is the row of the next turn."""
+        """Let the grader answer a response without a call, and return its metadata as the row of the next turn."""
         graded = await self._graded(self._grader.step, log, state["row"])
         rows = [{**state, "row": row} for row in graded.metadata]
         return graded._replace(metadata=rows)
@@ -246,7 +246,7 @@ def _tokenizer_of(config: ToolEnvironmentConfig) -> "TokenizerType":
 def _turn(
     results: Sequence[CallResult], state: ToolState, *, is_invalid: bool = False, errors: list[str | None] | None = None
 ) -> EnvironmentReturn[ToolState]:
-    """Return the answers of tools as messages; the episode goes on unless there is an error."""
+    """Return the answers of tools as messages, and end the episode only if there is an error."""
     messages = [{"role": "tool", "name": result.name or "tool", "content": result.text} for result in results]
     text = "\n".join(result.text for result in results)
     return EnvironmentReturn(

@@ -87,7 +87,7 @@ def _public_methods(cls: type[EpisodeTools]) -> list[Callable[..., Any]]:
 
 
 def _bound(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method as it is called: without `self`."""
+    """Return the method without `self`, as it is called."""
     return method.__get__(object())
 
 

@@ -32,7 +32,7 @@ class Grader:
         self.concurrency = step_concurrency(env_class)
 
     def step(self, message_log: "LLMMessageLogType", metadata: Any) -> Any:
-        """Grade one conversation; a coroutine function's coroutine is returned as it is."""
+        """Grade one conversation, or return the coroutine of a coroutine function without awaiting it."""
         texts = [{"role": turn["role"], "content": turn["content"]} for turn in message_log]
         options = {"return_extracted_answer": True} if self._environment.gives_answers else {}
         return self._environment.step([texts], [metadata], **options)
@@ -55,7 +55,7 @@ class Grader:
 
 
 def check_grader(config: GraderConfig | None, place: str, tokenizer: "TokenizerType | None") -> None:
-    """Check the environment that grades, and its section, as those below `env`.
+    """Check the environment that grades, and its section, as a section below `env` is checked.
 
     Args:
         config: the section; None: nothing is graded.

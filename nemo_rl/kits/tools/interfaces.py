@@ -112,7 +112,7 @@ def _argument_texts(text: str) -> dict[str, str]:
 
 
 def _without_titles(schema: Any) -> Any:
-    """Leave out pydantic's titles, which repeat the names; a property that is called title stays."""
+    """Leave out pydantic's titles, which repeat the names, but keep a property that is called title."""
     if isinstance(schema, list):
         return [_without_titles(item) for item in schema]
     if not isinstance(schema, Mapping):
@@ -140,7 +140,7 @@ class EpisodeTools:
         """
 
     def close(self) -> None:
-        """Release what the object holds."""
+        """Release the resources of the object."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class OpenTools(abc.ABC):
 
     @abc.abstractmethod
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolOutput:
-        """Make a call; never raise what the tool raises.
+        """Make a call without ever raising the errors of the tool.
 
         Args:
             name: tool, one of the entry's `specs`.
@@ -166,7 +166,7 @@ class OpenTools(abc.ABC):
         """
 
     async def close(self) -> None:  # noqa: B027  (optional hook)
-        """Release what the episode holds."""
+        """Release the resources of the episode."""
 
 
 class ToolSource(abc.ABC):
@@ -194,7 +194,7 @@ _MAX_ERROR_CHARS = 1000
 
 
 def text_of_output(value: Any, max_bytes: int) -> str:
-    """Return a value as text: a string as it is, another value as JSON, what JSON cannot hold as `str`."""
+    """Return a value as text: a string unchanged, another value as JSON, or by `str` if JSON cannot hold it."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     return cut_to_bytes(text, max_bytes)
 

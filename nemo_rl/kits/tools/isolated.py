@@ -50,7 +50,7 @@ class IsolatedTools(ToolSource):
         self._timeout_s = timeout_s
 
     async def open(self, metadata: Any) -> OpenTools:
-        """See `ToolSource.open`; a function's process starts with its first call.
+        """See `ToolSource.open`. A function's process starts with its first call.
 
         Raises:
             ToolProcessError: the process did not start, or the class raised.
@@ -94,7 +94,7 @@ class _OpenIsolated(OpenTools):
             raise ToolProcessError(greeting["error"])
 
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolOutput:
-        """See `OpenTools.call`; calls of one episode run one after another."""
+        """See `OpenTools.call`. Calls of one episode run one after another."""
         request = {"tool": name, "arguments": arguments}
         async with self._turn:
             try:
@@ -133,7 +133,7 @@ class _OpenIsolated(OpenTools):
         return reply
 
     async def _line(self, process: asyncio.subprocess.Process, answers: asyncio.StreamReader) -> bytes:
-        """Read one line; b"" if the process ends without one, also while a process that it started holds the pipe."""
+        """Read a line, or return b"" if the process ends first, even while its child process holds the pipe."""
         reading = asyncio.ensure_future(answers.readline())
         ending = asyncio.ensure_future(_ended(process))
         try:
@@ -155,7 +155,7 @@ class _OpenIsolated(OpenTools):
 
 
 async def _ended(process: asyncio.subprocess.Process, timeout_s: float = float("inf")) -> None:
-    """Wait until a process has ended; `Process.wait` also waits for those that hold its pipes."""
+    """Wait until a process has ended, but not until others release its pipes, as `Process.wait` does."""
     deadline = time.monotonic() + timeout_s
     while process.returncode is None and time.monotonic() < deadline:
         await asyncio.sleep(_POLL_S)

@@ -94,7 +94,7 @@ class _Borrowed(OpenTools):
 
 
 async def _on_thread[T](call: Callable[[], T]) -> T:
-    """Run a function on a daemon thread; the threads of a pool would run out if functions hang."""
+    """Run a function on a daemon thread, because the threads of a pool would run out if functions hang."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 

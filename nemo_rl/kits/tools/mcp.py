@@ -112,7 +112,7 @@ class _McpServer:
         raise ConfigError(f"the MCP server {' '.join(self._command)!r} cannot be started: {reason}.")
 
     async def stop(self) -> None:
-        """Stop the program; kill it if it does not end."""
+        """Stop the program, and kill it if it does not end."""
         self._closing.set()
         if self._task is None:
             return

@@ -70,7 +70,7 @@ class BM25Retriever:
         self._lock = threading.Lock()
 
     def build_index(self) -> None:
-        """Build the index; done with the first query if it was not before."""
+        """Build the index, unless an earlier call or query has built it."""
         bm25s = _library()
         with self._lock:
             if self._index is None:
@@ -79,7 +79,7 @@ class BM25Retriever:
                 self._index = index
 
     def ranking(self, query: str) -> list[tuple[int, float]]:
-        """Return position and score of the best documents; those without a word of the query are left out."""
+        """Return position and score of the best documents, without documents that have no word of the query."""
         self.build_index()
         words = _library().tokenize([query], show_progress=False, return_ids=False)[0]
         known = [word for word in words if word in self._index.vocab_dict]
@@ -192,7 +192,7 @@ class RAGEnvironment(EnvironmentInterface[dict[str, Any]]):
 
 
 def retriever_of(config: RAGEnvironmentConfig) -> BM25Retriever:
-    """Return the retriever of a section; those of equal sections share one index.
+    """Return the retriever of a section, with one index for all equal sections.
 
     Raises:
         DataError: the documents cannot be read.
@@ -250,7 +250,7 @@ def _answered(state: dict[str, Any], text: str, *, done: bool) -> EnvironmentRet
 
 
 def _total(turn: EnvironmentReturn[Any]) -> torch.Tensor:
-    """Return the reward of one sample; components are added."""
+    """Return the reward of one sample, the sum of its components."""
     if isinstance(turn.rewards, dict):
         return torch.stack([torch.as_tensor(value[0]).float() for value in turn.rewards.values()]).sum()
     return torch.as_tensor(turn.rewards[0]).float()

@@ -59,7 +59,7 @@ def response_text(token_ids: Sequence[int], tokenizer: TokenizerType) -> str:
 def choose_parser(
     name: str | None, tokenizer: TokenizerType, tools: Sequence[dict[str, Any]]
 ) -> tuple[CallParser, str]:
-    """Return a parser that reads what the chat template writes, and the text with which calls begin.
+    """Return a parser that reads the calls of the chat template, and the text with which calls begin.
 
     Args:
         name: the configured parser; None takes the first that fits.
@@ -147,7 +147,7 @@ def looks_like_a_call(text: str, opening: str, names: Mapping[str, Any]) -> bool
 
 
 def _opening(before_name: str) -> str:
-    """Return what begins a call: its first tag if it has one, otherwise all of it."""
+    """Return the beginning of a call, which is its first tag, or all of it if it has no tag."""
     stripped = before_name.lstrip()
     if stripped.startswith("<") and ">" in stripped:
         tags = [part + ">" for part in stripped.split(">")[:-1]]

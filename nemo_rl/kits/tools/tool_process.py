@@ -26,7 +26,7 @@ from nemo_rl.kits.tools.interfaces import text_of_error, text_of_output
 
 
 def main(parent_pid: int) -> int:
-    """Serve calls until their pipe closes; return the exit status."""
+    """Serve calls until their pipe closes, and return the exit status."""
     die_with_parent(parent_pid)
     requests, replies = _take_over_pipes()
     first = json.loads(requests.readline())
@@ -68,7 +68,7 @@ def _used_mb() -> int:
 
 
 def _take_over_pipes() -> tuple[TextIO, TextIO]:
-    """Keep stdin and stdout for the protocol; discard what a tool prints."""
+    """Keep stdin and stdout for the protocol, and discard the output of tools."""
     requests = os.fdopen(os.dup(0), "r", encoding="utf-8")
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     null = os.open(os.devnull, os.O_RDWR)

@@ -1,4 +1,4 @@
-"""Tell which part of a response is thinking, by its tags and by what the chat template writes before it."""
+"""Find the part of a response that is thinking, by its tags and by the chat template's text before it."""
 
 import inspect
 import json
@@ -130,7 +130,7 @@ class CallParser:
             self._new()
 
     def calls(self, text: str, template_kwargs: Mapping[str, Any] | None = None) -> list[ToolCall]:
-        """Return the calls of a response; none if the text has no call, or one that cannot be read.
+        """Return the calls of a response, or an empty list if it has no call or a call that cannot be read.
 
         Args:
             text: a response with its special tokens, without the token that ends the turn.
@@ -241,7 +241,7 @@ def _has_tag(calls: Sequence[tuple[str, str]]) -> bool:
 
 
 def _takes_keywords(kind: Any) -> bool:
-    """Return whether a parser takes the variables of the chat template; a plugin may not."""
+    """Return whether a parser takes the variables of the chat template, which a plugin may not do."""
     parameters = inspect.signature(kind).parameters.values()
     return any(one.kind is one.VAR_KEYWORD or one.name == "chat_template_kwargs" for one in parameters)
 

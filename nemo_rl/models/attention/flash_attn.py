@@ -29,7 +29,7 @@ _CAPABILITY_OF_3 = 9
 
 @cache
 def flash_attn_varlen() -> Callable[..., Any] | None:
-    """Return `flash_attn_varlen_func`; None if the package is not installed."""
+    """Return `flash_attn_varlen_func`, or None if the package is not installed."""
     if importlib.util.find_spec("flash_attn") is None:
         return None
     from flash_attn import flash_attn_varlen_func
@@ -38,7 +38,7 @@ def flash_attn_varlen() -> Callable[..., Any] | None:
 
 
 def why_not_3(device: torch.device) -> str:
-    """Return why version 3 cannot run on a device; empty if it can."""
+    """Return why version 3 cannot run on a device, or an empty text if it can."""
     if device.type == "cpu":
         return "it runs on GPUs only, and this rank computes on a CPU"
     major, minor = torch.cuda.get_device_capability(device)
@@ -50,7 +50,7 @@ def why_not_3(device: torch.device) -> str:
 
 
 def use_flash_attention(version: int, device: torch.device) -> None:
-    """Make all flash attention of this process that of a version; 2 is torch's own, and changes nothing.
+    """Make this process use one version of flash attention, of which 2 is torch's own and changes nothing.
 
     Raises:
         ConfigError: version 3 cannot run here.
@@ -91,7 +91,7 @@ _CAPABILITY = (8, 0)
 
 
 def find_kernel(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Kernel | None:
-    """Return the first kernel that takes these tensors `[b, H, T, D]` and supports the scoring; None: neither does."""
+    """Return the first kernel that takes these tensors `[b, H, T, D]` and supports the scoring, or None."""
     if not _can_run(query, key, value):
         return None
     if scoring.softcap is None and scoring.dropout == 0.0:
@@ -116,7 +116,7 @@ def _can_run(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def torch_varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scoring: Scoring) -> Tensor:
-    """Run torch's varlen kernel; see `Kernel`."""
+    """Run torch's varlen kernel (see `Kernel`)."""
     if scoring.sinks is not None:
         return _WithSinks.apply(query, key, value, scoring.sinks, bounds, scoring)
     out = _forward(query, key, value, bounds, scoring)
@@ -190,7 +190,7 @@ def _by_package(
 
 
 def _window_size(bounds: Bounds, scoring: Scoring) -> tuple[int, int]:
-    """Return the number of keys left and right of a query's own; -1 on the left means all, the fastest case."""
+    """Return the number of keys left and right of a query's own, with -1 on the left for all, the fastest case."""
     window = scoring.window
     return (-1 if window is None or window >= bounds.longest_keys else window - 1, 0)
 

@@ -74,7 +74,7 @@ def _in_one_call(
 
 
 def _attend_piece(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """Return the `[b, H, t, D_v]` attention of one piece; its last query sees its last key."""
+    """Return the `[b, H, t, D_v]` attention of one piece, whose last query sees its last key."""
     if not scoring.is_plain:
         return _explicit(query, key, value, scoring)
     mask = _mask(query, key, scoring.window)
@@ -91,7 +91,7 @@ def _attend_piece(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -
 
 
 def _mask(query: Tensor, key: Tensor, window: int | None) -> Tensor | None:
-    """Return a `[t, t_k]` bool mask of the keys that each query sees; None: plain causal attention."""
+    """Return a `[t, t_k]` bool mask of the keys that each query sees, or None for plain causal attention."""
     queries, keys = query.shape[2], key.shape[2]
     if queries == keys and (window is None or window >= keys):
         return None
@@ -102,7 +102,7 @@ def _mask(query: Tensor, key: Tensor, window: int | None) -> Tensor | None:
 
 
 def _explicit(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """Compute attention by its definition, with capped scores and sinks; holds all scores of the piece in memory.
+    """Compute attention by its definition, with capped scores and sinks, holding all scores of the piece in memory.
 
     `weight_j = exp(s_j) / (sum_k exp(s_k) + exp(sink))`: the sink is one more column of the softmax, dropped after it.
     Key heads are shared as in grouped-query attention: consecutive query heads see the same key head.
@@ -171,7 +171,7 @@ class CachedPass:
         return out.permute(2, 0, 1, 3).flatten(2)
 
     def _with_earlier(self, kept: Tensor, new: Tensor) -> Tensor:
-        """Keep `[T, 1, H, D]`; return `[1, H, K, D]` of all tokens that are seen."""
+        """Keep `[T, 1, H, D]`, and return `[1, H, K, D]` of all tokens that are seen."""
         kept.index_copy_(0, self.new, new[:, 0])
         return kept.index_select(0, self.seen).transpose(0, 1)[None]
 

@@ -115,7 +115,7 @@ class AttentionPlan:
 
     @property
     def is_one_triangle(self) -> bool:
-        """True if the plan is plain causal attention over the row; False if not, or if that is not known."""
+        """True if the plan is known to be plain causal attention over the row."""
         return len(self.pieces) == 1 and self.pieces[0].queries == self.pieces[0].keys
 
     def within(self, window: int | None) -> "AttentionPlan":
@@ -129,7 +129,7 @@ class AttentionPlan:
         return self._narrowed[window]
 
     def cut(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Split the tensors `[b, H, T, D]` into those of each piece."""
+        """Split the tensors `[b, H, T, D]` into the tensors of each piece."""
         queries = query.split([piece.queries for piece in self.pieces], dim=2)
         return zip(queries, self._by_piece(key), self._by_piece(value), strict=True)
 
@@ -144,7 +144,7 @@ class AttentionPlan:
 
     @cached_property
     def _adjoining_keys(self) -> int | None:
-        """Number of keys if the pieces tile them in order, without gaps or overlap; None if they do not."""
+        """Number of keys if the pieces tile them in order, without gaps or overlap, or else None."""
         edges = [0, *(edge for piece in self.pieces for edge in (piece.key_start, piece.key_stop))]
         adjoin = all(stop == start for stop, start in zip(edges[::2], edges[1::2], strict=False))
         return edges[-1] if adjoin else None
@@ -157,7 +157,7 @@ class AttentionPlan:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     def bounds(self, rows: int, device: torch.device) -> Bounds:
-        """Return the bounds of the pieces of `rows` rows, one row after the other; the host does not wait for them."""
+        """Return the bounds of the pieces of `rows` rows, one row after the other, without waiting for the device."""
         if (rows, device) not in self._bounds:
             queries, keys = [piece.queries for piece in self.pieces], [piece.keys for piece in self.pieces]
             starts = [
@@ -182,12 +182,12 @@ class AttentionPlan:
 
 @lru_cache(maxsize=16)
 def plan_of_row(length: int) -> AttentionPlan:
-    """Return the plan of a row that is one sequence; cached, so that its bounds are sent to the device only once."""
+    """Return the plan of a row that is one sequence from a cache, so that its bounds go to the device only once."""
     return AttentionPlan([Piece(0, length, 0, length)])
 
 
 class PackedRow(AttentionPlan):
-    """Segments end to end; on a GPU their bounds stay on the device, and the host does not wait for them.
+    """Segments end to end, whose bounds stay on the device, so that the host does not wait for a GPU.
 
     Args:
         bounds: `[S + 1]` int32, start of each segment, and the end of the last.
@@ -200,7 +200,7 @@ class PackedRow(AttentionPlan):
 
     @cached_property
     def pieces(self) -> list[Piece]:  # type: ignore[override]
-        """The pieces of the row; reading them waits for the device."""
+        """The pieces of the row, whose reading waits for the device."""
         return [Piece(start, stop, start, stop) for start, stop in pairwise(self._row.queries.tolist())]
 
     @property
@@ -217,5 +217,5 @@ class PackedRow(AttentionPlan):
         return tensor
 
     def bounds(self, rows: int, device: torch.device) -> Bounds:
-        """Return the given bounds; a packed microbatch is one row."""
+        """Return the given bounds, since a packed microbatch is one row."""
         return self._row

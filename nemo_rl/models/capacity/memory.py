@@ -1,4 +1,4 @@
-"""Describe the predicted memory of a rank that trains, and predict that of a rank of an engine.
+"""Describe the predicted memory of a rank that trains, and predict the memory of an engine's rank.
 
 Describe the predicted memory of a rank, which runs show and compare with the available memory, and its work. Backends
 make the prediction. Invariant: bytes are those of a rank's tensors; the C library, the communication library and other
@@ -49,7 +49,7 @@ class Work:
 
 
 def keys_per_token(policy: PolicyConfig, rows_per_prompt: int) -> int:
-    """Return the most keys and values that attention may lay out for each token of a packed microbatch.
+    """Return the largest number of keys that attention can allocate per token of a packed microbatch.
 
     Sequences with prompts of their own share at most a system prompt, which is taken to be short.
 

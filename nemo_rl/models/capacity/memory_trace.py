@@ -72,7 +72,7 @@ class Parameters:
         return self.matrices + self.vectors + self.experts
 
     def add(self, parameter: Tensor) -> None:
-        """Count a tensor; the first axis of a tensor with three axes is that of the experts."""
+        """Count a tensor, whose first axis of three is that of the experts."""
         kind = {1: "vectors", 3: "experts"}.get(parameter.dim(), "matrices")
         setattr(self, kind, getattr(self, kind) + parameter.numel())
         self.largest = max(self.largest, parameter.numel())
@@ -199,7 +199,7 @@ def _count(parameters: Iterable[nn.Parameter]) -> Parameters:
 
 
 class _Recorder:
-    """Sorts the tensors that autograd saves by the running layer and block; only the first of equal layers runs."""
+    """Sorts the tensors that autograd saves by the running layer and block, with one run for all equal layers."""
 
     def __init__(self, hf: PreTrainedModel, layers: Sequence[nn.Module], kept_operators: Collection[str]) -> None:
         self.of_layer: dict[int, Activations] = {}
@@ -215,12 +215,12 @@ class _Recorder:
         self._block_inputs: set[int] | None = None
 
     def all_layers(self) -> list[Activations]:
-        """Return the activations of each layer; empty if none was recorded."""
+        """Return the activations of each layer, or none if none was recorded."""
         return [self.of_layer[index] for index in self._first] if self.of_layer else []
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Count the tensors that are saved in the block; the model is unusable afterwards."""
+        """Count the tensors that are saved in the block, after which the model is unusable."""
         outputs: dict[int, Any] = {}
         for index, (layer, first) in enumerate(zip(self._layers, self._first, strict=True)):
             if index != first:
@@ -374,7 +374,7 @@ class RankMemory(ABC):
 
     @classmethod
     def predict(cls, policy: PolicyConfig, layout: ParallelLayout, model: PretrainedConfig, work: Work) -> MemoryPlan:
-        """Return the plan of the rank that needs most; arguments as the attributes, but `model` is the whole model."""
+        """Return the plan of the rank that needs most, from the attributes and the whole model as `model`."""
         tokens, dtype = ceil(work.tokens / layout.cp), torch_dtype(policy.precision)
         scores = policy.reward_model_cfg.enabled
         trace = trace_model(model, tokens, dtype, scores=scores, kept_operators=cls.kept_operators)
@@ -427,7 +427,7 @@ class RankMemory(ABC):
         return {"draft model": shape_of(self.policy).num_parameters * 4 * WIDE / shards}
 
     def scalar_head(self) -> float:
-        """Return the bytes that the backward pass of a scalar head needs, if all tokens have a value; else 0.
+        """Return the bytes that the backward pass of a scalar head needs, if all tokens have a value, or else 0.
 
         It has no logits, but float32 copies of the hidden states of these tokens, and of their gradient. Those of the
         last tokens of rows are too few to count.

@@ -35,7 +35,7 @@ def shape_of(policy: PolicyConfig) -> DraftShape:
 
 
 def draft_folder(name: str) -> Path:
-    """Return the folder of a draft model; a hub id is downloaded if it is not in the cache.
+    """Return the folder of a draft model, downloading a hub id that is not in the cache.
 
     Raises:
         ConfigError: there is no such folder.
@@ -54,7 +54,7 @@ _DIVIDED = ("pp", "cp")
 
 
 def check_draft(policy: PolicyConfig) -> Findings:
-    """Find the reasons why a draft model cannot be trained with the policy; none if it is not asked for.
+    """Find the reasons why a draft model cannot be trained with the policy, or none if it is not asked for.
 
     Whether the engines can use it is checked with them (`generation.vllm.speculation.settings`).
     """

@@ -83,7 +83,7 @@ class _FeedForward(nn.Module):
 
 
 class _Layer(nn.Module):
-    """A decoder layer; the first one also reads the embedding of the next token."""
+    """A decoder layer, of which the first also reads the embedding of the next token."""
 
     def __init__(self, shape: DraftShape, *, first: bool) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class DraftHead(nn.Module):
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def target_ids(self) -> Tensor | None:
-        """Return the policy's id of each token that can be proposed, `[draft_vocab_size]`; None: all, in order."""
+        """Return the policy's id of each token that can be proposed, `[draft_vocab_size]`, or None for all in order."""
         return None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     @torch.no_grad()
@@ -188,7 +188,7 @@ _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def read_weights(head: DraftHead, folder: Path) -> None:
-    """Read the weights of a folder into a draft model in place; collective.
+    """Read the weights of a folder into a draft model in place, in a collective call.
 
     Raises:
         CheckpointError: the folder lacks a tensor, or one has another shape.
@@ -217,7 +217,7 @@ def read_weights(head: DraftHead, folder: Path) -> None:
 
 
 def prepared_draft(head: DraftHead, optimizer: Optimizer, paths: CheckpointPaths) -> Iterator[Write]:
-    """Yield the writes of the draft model, with copies on one rank; collective.
+    """Yield the writes of the draft model, with copies on one rank, in a collective call.
 
     Args:
         paths: folders of the checkpoint; without an optimizer folder only the weights are written.
@@ -229,7 +229,7 @@ def prepared_draft(head: DraftHead, optimizer: Optimizer, paths: CheckpointPaths
 
 
 def load_draft(head: DraftHead, optimizer: Optimizer, paths: CheckpointPaths) -> None:
-    """Read what the writes of `prepared` wrote; a checkpoint without a draft model changes nothing; collective.
+    """Read the files of `prepared_draft`, if the checkpoint has a draft model, in a collective call.
 
     Raises:
         CheckpointError: it holds the draft model of another shape.

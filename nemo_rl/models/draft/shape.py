@@ -174,7 +174,7 @@ class DraftShape:
         }
 
     def save_config(self, folder: Path) -> None:
-        """Write `config.json`; the folder is made if it does not exist."""
+        """Write `config.json` into a folder, which is made if it does not exist."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self.config(), indent=2) + "\n", encoding="utf-8")
 
@@ -185,7 +185,7 @@ def _default_taps(num_layers: int) -> tuple[int, ...]:
 
 
 def rope_theta_of(model: Any) -> float:
-    """Return the base of a model's rotary frequencies; 10,000 if its configuration has none."""
+    """Return the base of a model's rotary frequencies, or 10,000 if its configuration has none."""
     return _rope_theta({key: getattr(model, key, None) for key in ("rope_theta", "rope_parameters")})
 
 

@@ -67,7 +67,7 @@ def draft_loss(
     ids_U: Tensor | None,
     chunk_size: int | None = None,
 ) -> DraftSums:
-    """Compare the distributions after K positions; differentiable in the first two arguments.
+    """Compare the distributions after K positions, with gradients for the first two arguments.
 
     Args:
         draft_KD: the draft model's hidden states.
@@ -273,7 +273,7 @@ class DraftTrainer:
             self._rows = None
 
     def learn(self, hidden_KD: Tensor, target: OutputHead) -> None:
-        """Add the gradients of the microbatch that is watched; nothing happens if none is.
+        """Add the gradients of the microbatch that is watched, if there is one.
 
         Args:
             hidden_KD: the policy's hidden states at the scored positions.
@@ -296,7 +296,7 @@ class DraftTrainer:
         self._sums += torch.stack([sums.loss.detach().double(), sums.agreeing, sums.counted])
 
     def end_passes(self) -> dict[str, float]:
-        """Finish the gradient of an update and return its metrics, equal on all ranks; collective."""
+        """Finish the gradient of an update and return its metrics, equal on all ranks, in a collective call."""
         sums, self._sums = self._sums, torch.zeros_like(self._sums)
         for group in self._groups:
             dist.all_reduce(sums, group=group)
@@ -337,7 +337,7 @@ class DraftTrainer:
         self._sums.zero_()
 
     def held_weights(self, dtype: torch.dtype | None, device: torch.device) -> Iterator[Readable]:
-        """Yield the draft model's tensors for the stream of weights, after those of the policy.
+        """Yield the draft model's tensors for the stream of weights, after the policy's tensors.
 
         Args:
             dtype: cast floating-point tensors to it; None keeps float32.
@@ -359,7 +359,7 @@ def _read(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> list[Tens
 def build_draft_model(
     config: PolicyConfig, mesh: DeviceMesh, dtype: torch.dtype, device: torch.device, seed: int
 ) -> DraftModel:
-    """Build the draft model of a policy section; collective.
+    """Build the draft model of a policy section in a collective call.
 
     FSDP2 shards it separately from the policy, because its backward pass runs inside the policy's forward pass.
 

@@ -128,12 +128,12 @@ def _refuse_unsupported(module: nn.Module, attention_mask: Tensor | None, kwargs
 
 
 def _window_mask(*, local_size: int | None = None, **kwargs: Any) -> Tensor | None:
-    """Return the window of a layer's mask; the mask function registered with `varlen_attention`."""
+    """Return the window of a layer's mask, as the mask function registered with `varlen_attention`."""
     return None if local_size is None else torch.tensor(local_size)
 
 
 def register_varlen_attention() -> str:
-    """Register the implementation with transformers; return its name for `attn_implementation`."""
+    """Register the implementation with transformers, and return its name for `attn_implementation`."""
     AttentionInterface.register(VARLEN_ATTENTION, varlen_attention)
     AttentionMaskInterface.register(VARLEN_ATTENTION, _window_mask)
     return VARLEN_ATTENTION
@@ -160,7 +160,7 @@ def logits(model: PreTrainedModel, model_inputs: dict[str, Any]) -> Tensor:
 def use_registered_attention(
     model: PreTrainedModel, *, packed: bool, divided: bool, forward: Forward = logits
 ) -> PreTrainedModel:
-    """Set the registered attention on a model; keep the model's own if outputs differ and nothing needs the other.
+    """Set the registered attention on a model, or keep the model's own if outputs differ and nothing needs the other.
 
     Args:
         model: the unsharded model with its real weights.
@@ -342,7 +342,7 @@ def _short_windows(model: PreTrainedModel) -> Iterator[None]:
 
 
 def attention_to_load(config: PolicyConfig) -> str | None:
-    """Return the `attn_implementation` to load a model with; None lets the architecture choose.
+    """Return the `attn_implementation` to load a model with, or None to let the architecture choose.
 
     Packed rows need the registered attention. So do models that see only a part of each row, because transformers
     makes its masks from the tokens that the model sees.

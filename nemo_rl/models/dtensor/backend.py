@@ -227,7 +227,7 @@ class DTensorBackend(TorchBackend):
             )
 
     def _scores(self, inputs: ModelInputs, balance: ExpertBalance | None = None) -> tuple[Tensor, Tensor]:
-        """Return the model's scores of one microbatch and their entropy; record the routing if `balance` is given."""
+        """Return the model's scores of one microbatch and their entropy, and record the routing for `balance`."""
         density = self._density.unfiltered() if inputs.unfiltered else self._density
         self._enter(inputs)
         with nullcontext() if balance is None else balance.watching(inputs.real_tokens):
@@ -247,13 +247,13 @@ class DTensorBackend(TorchBackend):
         balance.end_survey()
 
     def update_metrics(self) -> dict[str, float]:
-        """See `PolicyBackend.update_metrics`; with experts, their load and the share of replayed tokens."""
+        """See `PolicyBackend.update_metrics`. With experts, it adds their load and the share of replayed tokens."""
         balance = {} if self._balance is None else self._balance.end_update()
         draft = {} if self._draft is None else self._draft.end_passes()
         return balance | draft | ({} if self._replay is None else self._replay.counts.end_update())
 
     def clip_and_step(self) -> tuple[float, bool]:
-        """See `PolicyBackend.clip_and_step`; the update is dropped if the gradient is not finite."""
+        """See `PolicyBackend.clip_and_step`. The update is dropped if the gradient is not finite."""
         assert self.optimizer is not None, "this policy was made without an optimizer"
         sum_shared_gradients(self.model.hf)
         norm = clip_gradients(
@@ -295,7 +295,7 @@ class DTensorBackend(TorchBackend):
             self.scheduler.step()
 
     def learning_rate(self) -> float:
-        """Learning rate of the first parameter group; 0 without an optimizer."""
+        """Learning rate of the first parameter group, or 0 without an optimizer."""
         return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer is not None else 0.0
 
     @override
@@ -322,7 +322,7 @@ class DTensorBackend(TorchBackend):
         return {names[id(layer)]: layer for layer in decoder_layers(self.model.hf)}
 
     def modules_here(self) -> dict[str, nn.Module]:
-        """See `PolicyBackend.modules_here`; returns those outside the layers too, such as embedding and last norm."""
+        """See `PolicyBackend.modules_here`. It adds modules outside the layers, such as embedding and last norm."""
         return {name: module for name, module in self.model.hf.named_modules() if name}
 
     @override
@@ -381,7 +381,7 @@ class DTensorBackend(TorchBackend):
         free_cache(self.device)
 
     def staged(self, name: str, tensor: Tensor) -> Tensor:
-        """See `TorchBackend.staged`; the next save reuses the memory."""
+        """See `TorchBackend.staged`. The next save reuses the memory."""
         return self._staged.store(name, tensor)
 
     @override
@@ -423,5 +423,5 @@ def _draft_rows(inputs: ModelInputs) -> DraftRows:
 
 
 def _stores_compute_precision(device: torch.device) -> bool:
-    """Return whether to hold a frozen model in its compute precision: on GPUs; on CPUs it stays as it was loaded."""
+    """Return whether a frozen model is held in its compute precision (on GPUs) and not as it was loaded (on CPUs)."""
     return device.type != "cpu"

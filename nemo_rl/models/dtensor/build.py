@@ -33,7 +33,7 @@ from nemo_rl.utils.errors import ConfigError
 
 
 def decide_on_rank0[AnswerT](find_out: Callable[[], AnswerT]) -> AnswerT:
-    """Call a function on rank 0 and broadcast its result; collective.
+    """Call a function on rank 0 and broadcast its result, in a collective call.
 
     Raises:
         ConfigError: raised on all ranks if the function raised it on rank 0.
@@ -77,7 +77,7 @@ class Built:
 
 
 def build_model(config: PolicyConfig, seed: int) -> Built:
-    """Build, check and adapt the model, in float32; collective.
+    """Build, check and adapt the model in float32, in a collective call.
 
     Args:
         seed: run seed, for the initial values of adapters or of a new scalar head.
@@ -108,7 +108,7 @@ def longest_sequence(config: PolicyConfig) -> int:
 
 
 def adapted(hf: PreTrainedModel, config: PolicyConfig, found: Found, seed: int) -> CausalLMWithLogprobs | RewardModel:
-    """Wrap a model and add its attention function and adapters, in place; freeze what reads images or sound.
+    """Wrap a model and add its attention function and adapters, in place, and freeze modules for images or sound.
 
     Args:
         hf: the unsharded model, with weights or without.

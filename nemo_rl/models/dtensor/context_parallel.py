@@ -46,7 +46,7 @@ class Chunks:
 
     @classmethod
     def balanced(cls, edges: Sequence[int], ranks: int, rank: int) -> "Chunks":
-        """Pair the chunk of most work with that of least, so that two ranks differ by at most one chunk's work."""
+        """Pair chunks of most and least work, so that two ranks differ by at most one chunk's work."""
         work = [sum(p.work for p in _pieces(edges, 2 * ranks, chunk, 0)) for chunk in range(2 * ranks)]
         lightest_first = sorted(range(2 * ranks), key=lambda chunk: work[chunk])
         pairs = (sorted((lightest_first[i], lightest_first[-1 - i])) for i in range(ranks))
@@ -91,18 +91,18 @@ class Chunks:
         return own_K, (chunk_K == early) | (chunk_K == late)
 
     def to_row(self, x: Tensor, dim: int) -> Tensor:
-        """Reorder chunks from the order of the ranks to that of the row."""
+        """Reorder chunks from the order of the ranks to the order of the row."""
         parts = x.chunk(self.count, dim)
         return torch.cat([parts[self.by_rank.index(chunk)] for chunk in range(self.count)], dim)
 
     def to_ranks(self, x: Tensor, dim: int) -> Tensor:
-        """Reorder chunks from the order of the row to that of the ranks."""
+        """Reorder chunks from the order of the row to the order of the ranks."""
         parts = x.chunk(self.count, dim)
         return torch.cat([parts[chunk] for chunk in self.by_rank], dim)
 
 
 def _pieces(edges: Sequence[int], count: int, chunk: int, place: int) -> list[Piece]:
-    """Return the pieces of one of `count` chunks with the segments that it overlaps; its queries begin at `place`."""
+    """Cut chunk number `chunk` of `count` at the borders of sequences, with its first query at index `place`."""
     length = edges[-1] // count
     begin, end = chunk * length, (chunk + 1) * length
     met = [
@@ -185,12 +185,12 @@ class ContextParallel:
         return [own.inputs for own in owned], step
 
     def collect(self, own: OwnTokens, values: Tensor) -> Tensor:
-        """Collect all ranks' values `[K, ...]` of a microbatch; the gradient reaches the rank's own values only."""
+        """Collect all ranks' values `[K, ...]` of a microbatch, with a gradient for the rank's own values only."""
         whole = values.new_zeros((own.num_scores, *values.shape[1:])).index_copy(0, own.places, values)
         return all_reduce(whole, self._group)
 
     def join(self, hidden_tD: Tensor) -> Tensor:
-        """Gather `[T, D]` of the row that was divided last, from every rank's tokens; not differentiable."""
+        """Gather `[T, D]` of the row that was divided last from every rank's tokens, without gradients."""
         assert self._chunks is not None, "nothing has been divided"
         return self._chunks.to_row(all_gather(hidden_tD, 0, self._group, partial_gradient=False), 0)
 
@@ -203,7 +203,7 @@ class _GatheredRow:
         self._chunks, self._group = chunks, group
 
     def enter(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See `DividedRow`; one collective for keys and values."""
+        """See `DividedRow`. One collective gathers keys and values."""
         both = all_gather(torch.cat([key, value], dim=-1), 2, self._group, partial_gradient=True)
         key, value = self._chunks.to_row(both, 2).split([key.shape[-1], value.shape[-1]], dim=-1)
         return query, key, value

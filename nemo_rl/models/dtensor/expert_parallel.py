@@ -36,7 +36,7 @@ _OWN_FORWARD = "_is_expert_parallel"
 
 
 def find_experts(hf: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of experts that can be divided, by name; see the module docstring."""
+    """Return the modules of experts that can be divided, by name (see the module docstring)."""
     return {name: module for name, module in hf.named_modules() if _is_fused(module)}
 
 
@@ -170,7 +170,7 @@ def _placement(shards: int, parameter: nn.Parameter) -> Shard:
 
 
 def _keep_own(experts: nn.Module, mesh: DeviceMesh) -> None:
-    """Make DTensors of the parameters; this rank holds the rows of its experts. No communication."""
+    """Make DTensors of the parameters with the rows of this rank's experts, without communication."""
     for name, parameter in list(experts.named_parameters(recurse=False)):
         experts._parameters[name] = as_sharded(parameter, Shard(0), mesh)
     own_number: Any = num_experts(experts) // mesh.size()
@@ -244,7 +244,7 @@ def _compute(forward: Callable[..., Tensor], experts: nn.Module, rows: Tensor, c
 
 
 def _weighted_sum(results: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-    """Sum each token's results times their weights to `[N, D]`; pairs without a result count as zero.
+    """Sum each token's results times their weights to `[N, D]`, where pairs without a result count as zero.
 
     The sum is over a dim, not an indexed addition, so that its order is also fixed on GPUs.
     """
@@ -264,7 +264,7 @@ def _run_on_part(
 
 
 class _NoTokens(torch.autograd.Function):
-    """Output of experts for no rows; the gradients of their parameters are zeros."""
+    """Output of experts for no rows, with zeros as the gradients of their parameters."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, *parameters: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Hugging Face models whose forward returns what a policy needs: log-probabilities of tokens, or numbers.
+"""Hugging Face models whose forward returns the log-probabilities of tokens, or numbers, for a policy.
 
 Of a causal language model, the decoder body computes hidden states; the output head then runs only on the positions
 that are scored, in chunks (`distributed.parallel_logprobs`). Both happen inside one module's forward, because FSDP2
@@ -53,7 +53,7 @@ from nemo_rl.utils.errors import ConfigError
 
 
 class RewardModel(ShardableModel):
-    """Wraps a sequence classifier; see the module docstring."""
+    """Wraps a sequence classifier, as the module docstring describes."""
 
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ def find_transform(hf: PreTrainedModel) -> LogitTransform | None:
 
 
 def _suggested(hf: PreTrainedModel) -> Iterator[LogitTransform]:
-    """Yield every combination of the scales and caps that the configuration names, those with most values first."""
+    """Yield every combination of the scales and caps that the configuration names, starting with most values."""
     config = hf.config.get_text_config()
 
     def values(names: tuple[str, ...]) -> list[float]:
@@ -178,7 +178,7 @@ logger = logging.getLogger(__name__)
 
 
 class CausalLMWithLogprobs(ShardableModel):
-    """Wraps a Hugging Face model; see the module docstring."""
+    """Wraps a Hugging Face model, as the module docstring describes."""
 
     draft: DraftTrainer | None = None
     """The draft model's trainer, which learns from training passes; None: there is none."""
@@ -293,7 +293,7 @@ def build_causal_lm(
 
 
 def _rows_here(parameter: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return this rank's rows of a parameter of the head; all rows if there is no group."""
+    """Return this rank's rows of a parameter of the head, or all rows if there is no group."""
     if group is None:
         return parameter
     assert isinstance(parameter, DTensor), "tensor-parallel ranks divide the head"

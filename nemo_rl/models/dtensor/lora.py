@@ -106,7 +106,7 @@ class LoraLinear(nn.Module):
 
     @torch.no_grad()
     def merged_weight(self, device: torch.device) -> Tensor:
-        """Return `W + (alpha / dim) B A` as a new tensor on `device`, sharded like W; collective if sharded."""
+        """Return `W + (alpha / dim) B A` as a new tensor on `device`, sharded like W (then in a collective call)."""
         a, b, weight = (t.detach().to(device) for t in (self.lora_A, self.lora_B, self.weight))
         if not isinstance(weight, DTensor):
             return torch.addmm(weight, b, a, alpha=self.scaling)
@@ -119,7 +119,7 @@ class LoraLinear(nn.Module):
 
 
 def apply_lora(hf: PreTrainedModel, config: LoraConfig, seed: int) -> list[str]:
-    """Freeze the model and put adapters on its linear layers, in place; call it before sharding.
+    """Freeze the model and put adapters on its linear layers in place. Call this before sharding.
 
     A is drawn from the run's seed and the layer's name, so all ranks and every start draw the same.
 
@@ -155,7 +155,7 @@ def apply_lora(hf: PreTrainedModel, config: LoraConfig, seed: int) -> list[str]:
 
 
 def adapted_modules(hf: nn.Module) -> dict[str, LoraLinear]:
-    """Return the adapted layers by name; empty without LoRA."""
+    """Return the adapted layers by name, or none without LoRA."""
     return {name: module for name, module in hf.named_modules() if isinstance(module, LoraLinear)}
 
 
@@ -177,7 +177,7 @@ def merged_by_name(hf: nn.Module, device: torch.device) -> Iterator[tuple[str, T
 
 
 def merge_adapters(hf: nn.Module) -> None:
-    """Replace adapted layers with plain layers that hold the merged weights; for unsharded models only."""
+    """Replace adapted layers with plain layers that hold the merged weights, in unsharded models only."""
     for name, module in adapted_modules(hf).items():
         merged = nn.Linear(module.in_features, module.out_features, bias=False, device="meta").train(module.training)
         merged.weight = nn.Parameter(module.merged_weight(module.weight.device), requires_grad=False)
@@ -189,7 +189,7 @@ def merge_adapters(hf: nn.Module) -> None:
 
 @torch.no_grad()
 def check_adapters_moved(hf: nn.Module, device: torch.device) -> None:
-    """Check after an update that every adapter changes its layer; collective.
+    """Check after an update that every adapter changes its layer, in a collective call.
 
     Raises:
         ConfigError: see `low_rank.require_moved`.
@@ -230,7 +230,7 @@ _MERGE_TOLERANCE = 1e-5
 def save_adapter(
     hf: PreTrainedModel, config: LoraConfig, base_name: str, weights_path: Path, keep: Keep = as_it_is
 ) -> Write:
-    """Prepare to write the adapter; all ranks take part, rank 0 writes.
+    """Prepare to write the adapter, with all ranks taking part and rank 0 writing.
 
     Args:
         hf: the adapted model, sharded or not.
@@ -247,7 +247,7 @@ def save_adapter(
 
 
 def load_adapter(hf: PreTrainedModel, weights_path: Path, device: torch.device) -> None:
-    """Read an adapter into the adapted model in place; each rank reads its own part.
+    """Read this rank's part of an adapter into the adapted model in place.
 
     Args:
         hf: the adapted model, its base loaded from `policy.model_name`.
@@ -323,7 +323,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 @torch.no_grad()
 def _fill_adapters(hf: PreTrainedModel, folder: Path) -> None:
-    """Copy saved values into the adapters; each rank copies its own part."""
+    """Copy this rank's part of the saved values into the adapters."""
     saved = TensorFiles([folder / WEIGHTS_FILE])
     parameters = {peft_key(name): tensor for name, tensor in _adapter_parameters(hf).items()}
     shapes = joined(hf, {key: tuple(tensor.shape) for key, tensor in parameters.items()})
@@ -348,7 +348,7 @@ def refuse_adapter(weights_path: Path) -> None:
 
 @torch.no_grad()
 def _check_base(hf: PreTrainedModel, folder: Path, device: torch.device) -> None:
-    """Compare base plus adapter with the merged weights of the checkpoint; each rank compares its own rows."""
+    """Compare this rank's rows of base plus adapter with the merged weights of the checkpoint."""
     adapted = {f"{name}.weight": module for name, module in adapted_modules(hf).items()}
     close: dict[str, bool] = {}
     tensors = saved_weights(folder)

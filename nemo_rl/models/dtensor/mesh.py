@@ -17,7 +17,7 @@ from nemo_rl.distributed.ranks.process_group import device_mesh
 
 @dataclass(frozen=True)
 class Meshes:
-    """Views of the world; see the module docstring."""
+    """Views of the world, as the module docstring describes."""
 
     layout: ParallelLayout
     """Sizes of the axes."""
@@ -29,7 +29,7 @@ class Meshes:
 
     @classmethod
     def build(cls, layout: ParallelLayout, device_type: str) -> "Meshes":
-        """Make the meshes; collective.
+        """Make the meshes in a collective call.
 
         Raises:
             ConfigError: the process group and the layout have different numbers of ranks.
@@ -39,7 +39,7 @@ class Meshes:
 
     @cached_property
     def fsdp(self) -> DeviceMesh:
-        """Ranks that shard a parameter and sum its gradient; they hold one copy of the model and different tokens.
+        """Ranks that shard a parameter and sum its gradient, with one copy of the model and different tokens.
 
         One axis, or `(dp_replicate, ...)` with hybrid sharding. Context-parallel ranks are among them.
         """
@@ -81,7 +81,7 @@ class Meshes:
 
     @property
     def tp_group(self) -> dist.ProcessGroup | None:
-        """Process group of `tp`; None if it has one rank."""
+        """Process group of `tp`, or None if it has one rank."""
         return self.tp.get_group() if self.layout.tp > 1 else None
 
 

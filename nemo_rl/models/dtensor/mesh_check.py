@@ -141,7 +141,7 @@ class DTensorRank(RankMemory):
 
     @property
     def _layers(self) -> range:
-        """Layers of the stage; the first stages have one more if the layers do not divide evenly."""
+        """Layers of the stage, one more in the first stages if the layers do not divide evenly."""
         total, stages = len(self.trace.layers), self.layout.pp
         size, more = divmod(total, stages)
         first = self.stage * size + min(self.stage, more)
@@ -189,7 +189,7 @@ class DTensorRank(RankMemory):
 
     @property
     def _weight_size(self) -> int:
-        """Bytes per stored weight; a frozen model on a GPU is stored in its compute precision."""
+        """Bytes per stored weight, in the compute precision for a frozen model on a GPU."""
         frozen = not self.work.trains and not self.work.keeps_reference and not self.work.on_cpu
         return self.itemsize if frozen else WIDE
 

@@ -76,7 +76,7 @@ def _groups_by_mesh(parameters: list[nn.Parameter]) -> list[nn.Parameter] | list
 def build_scheduler(
     optimizer: Optimizer, config: SchedulerList | SchedulerConfig | None, section: str = "policy"
 ) -> LRScheduler:
-    """Build the learning-rate schedule of a model's section; it advances once per training step.
+    """Build the learning-rate schedule of a model's section, which advances once per training step.
 
     Null gives a constant rate. The schedules of a list run one after another, each up to its milestone.
 
@@ -145,7 +145,7 @@ def _check_names(entry: OptimizerConfig | SchedulerConfig, key: str) -> None:
 
 
 def _unlike(value: Any, default: Any) -> str:
-    """Return in what an argument differs from the numbers that are its default; empty if it fits."""
+    """Return how an argument differs from the numbers of its default, or an empty text if it fits."""
     if isinstance(value, float) and not math.isfinite(value):
         return "is not finite"
     if isinstance(default, int | float) and not isinstance(default, bool) and isinstance(value, str | list | dict):

@@ -95,7 +95,7 @@ def wants_compiled(asked: bool | None, hf: PreTrainedModel, device: torch.device
 
 
 def compile_layers(hf: PreTrainedModel, device: torch.device) -> None:
-    """Compile the forward pass of every decoder layer, in place; the compiler runs in the first pass.
+    """Compile the forward pass of every decoder layer, in place, so that the first pass runs the compiler.
 
     Args:
         hf: the model, whose layers are divided among tensor-parallel ranks but not yet sharded by FSDP2.
@@ -174,7 +174,7 @@ class ShardableModel(nn.Module):
     """Whether these ranks also divide the hidden states of a row between layers."""
 
     def whole_rows(self, hidden: Tensor, *, partial_gradient: bool) -> Tensor:
-        """Return `[b, T, D]` hidden states; with sequence parallelism, gather them from `[b, T / tp, D]`.
+        """Return `[b, T, D]` hidden states, gathered from `[b, T / tp, D]` with sequence parallelism.
 
         Args:
             hidden: the body's output.
@@ -261,7 +261,7 @@ def _keep_if_expensive(
 
 @torch.no_grad()
 def hold_in(model: ShardableModel, dtype: torch.dtype) -> None:
-    """Round parameters once to the dtype that FSDP2 would round them to in every pass; keep buffers."""
+    """Round parameters, but not buffers, once to the dtype to which FSDP2 would round them in every pass."""
     kept = {id(parameter) for parameter in float32_parameters(model.hf, dtype).values()}
     for parameter in model.parameters():
         if id(parameter) not in kept:
@@ -316,7 +316,7 @@ def shard[ModelT: ShardableModel](model: ModelT, meshes: Meshes, spec: ShardingS
 
 
 def _divide_layers(model: ShardableModel, meshes: Meshes, spec: ShardingSpec) -> None:
-    """Apply tensor parallelism; whole experts are divided among the ranks, unless expert parallelism divides them."""
+    """Apply tensor parallelism, dividing whole experts among the ranks unless expert parallelism divides them."""
     experts = find_experts(model.hf)
     dispatched = meshes.layout.ep > 1
     if experts and not dispatched:
@@ -329,7 +329,7 @@ def _divide_layers(model: ShardableModel, meshes: Meshes, spec: ShardingSpec) ->
 
 
 def _share_experts(hf: PreTrainedModel, meshes: Meshes, spec: ShardingSpec) -> None:
-    """Apply expert parallelism; the experts of a layer are sharded separately from the rest of it."""
+    """Apply expert parallelism, with the experts of a layer sharded separately from the rest of it."""
     for experts in require_experts(hf, meshes.layout.ep).values():
         dispatch_over_expert_ranks(experts, meshes.ep)
         shard_experts(
@@ -353,7 +353,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def _precision(spec: ShardingSpec, *, root: bool) -> MixedPrecisionPolicy:
-    """Compute in bfloat16 or float16 and reduce gradients in float32; cast outputs to float32 at the root only."""
+    """Compute in bfloat16 or float16 and reduce gradients in float32, and cast only the root's outputs to float32."""
     if spec.compute_dtype == torch.float32:
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(
@@ -370,7 +370,7 @@ def _offload_policy(spec: ShardingSpec) -> OffloadPolicy:
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move buffers (rotary frequencies) to the device; with offload FSDP leaves them on the CPU."""
+    """Move buffers (rotary frequencies) to the device, because FSDP with offload leaves them on the CPU."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.device != device and not buffer.is_meta:

@@ -65,7 +65,7 @@ def find_routers(hf: nn.Module) -> list[nn.Module]:
 
 
 def freeze_routers(hf: PreTrainedModel) -> None:
-    """Freeze the routers' weights; the routing may still change, because hidden states change."""
+    """Freeze the routers' weights, though the routing may still change with the hidden states."""
     routers = find_routers(hf)
     if not routers:
         logger.info("policy.dtensor_cfg.freeze_moe_router has no effect: %s has no routers.", type(hf).__name__)
@@ -74,7 +74,7 @@ def freeze_routers(hf: PreTrainedModel) -> None:
 
 
 def configured_coefficient(config: PretrainedConfig, asked: float | None) -> float:
-    """Return the factor of the auxiliary loss that a configuration asks for; see `auxiliary_coefficient`.
+    """Return the factor of the auxiliary loss that a configuration asks for (see `auxiliary_coefficient`).
 
     Args:
         asked: `policy.dtensor_cfg.moe_aux_loss_coeff`.
@@ -86,7 +86,7 @@ def configured_coefficient(config: PretrainedConfig, asked: float | None) -> flo
 
 
 def auxiliary_coefficient(hf: PreTrainedModel, asked: float | None) -> float:
-    """Return the factor of the auxiliary loss; 0 if there is no such loss.
+    """Return the factor of the auxiliary loss, or 0 if there is no such loss.
 
     Args:
         asked: `policy.dtensor_cfg.moe_aux_loss_coeff`; None takes the model's configuration as transformers does:
@@ -107,7 +107,7 @@ def auxiliary_coefficient(hf: PreTrainedModel, asked: float | None) -> float:
 
 
 class ExpertBalance:
-    """Records the routing of one optimizer update; see the module docstring.
+    """Records the routing of one optimizer update, as the module docstring describes.
 
     Args:
         hf: a model with experts, before they are divided among ranks.
@@ -149,7 +149,7 @@ class ExpertBalance:
             self._watching = False
 
     def end_survey(self) -> None:
-        """Compute the `f_e / tokens` of the update from the recorded microbatches; collective."""
+        """Compute the `f_e / tokens` of the update from the recorded microbatches, in a collective call."""
         counts = torch.stack(self._counts).sum(0)
         dist.all_reduce(counts)
         dist.all_reduce(self._rows)
@@ -157,7 +157,7 @@ class ExpertBalance:
         self.start_update()
 
     def loss(self) -> Tensor:
-        """Return the last recorded microbatch's part of the auxiliary loss; the loss sums the parts of all ranks."""
+        """Return the last recorded microbatch's part of the auxiliary loss, which sums the parts of all ranks."""
         assert self._shares is not None, "the survey comes first"
         shares, logits, self._logits = self._shares, self._logits, []
         loss = sum((self._probabilities(layer) @ shares for layer in logits), torch.zeros((), device=self._device))
@@ -166,7 +166,7 @@ class ExpertBalance:
         return loss
 
     def end_update(self) -> dict[str, float]:
-        """Metrics of the update, equal on all ranks; collective.
+        """Return the metrics of the update, equal on all ranks, in a collective call.
 
         Returns:
             The metrics of `expert_routing.load_metrics`, and `moe/aux_loss` if there is an auxiliary loss.
@@ -188,7 +188,7 @@ class ExpertBalance:
 
     @torch.no_grad()
     def _count(self, layer: int, experts: nn.Module, args: tuple[Any, ...]) -> None:
-        """Count tokens before experts run; `args` are hidden states, the chosen experts `[N, k]` and their weights."""
+        """Count tokens before experts run, with hidden states, chosen experts `[N, k]` and their weights as `args`."""
         if not self._watching:
             return
         index = args[1]
@@ -218,7 +218,7 @@ class ExpertBalance:
 def watch_experts(
     hf: PreTrainedModel, config: PolicyConfig, device: torch.device, meshes: Meshes
 ) -> ExpertBalance | None:
-    """Attach an `ExpertBalance` to a model under training before its experts are divided; freeze routers if configured.
+    """Attach an `ExpertBalance` to a model in training, before experts are divided, and freeze routers if configured.
 
     Returns:
         None for a model without experts, and in a pipeline, whose stages have different layers.
@@ -260,7 +260,7 @@ def check_configuration(config: PretrainedConfig) -> None:
 
 
 def require_replayable(hf: PreTrainedModel) -> None:
-    """Try the first router of each class with random weights, tokens and experts; the model needs no weights.
+    """Try the first router of each class with random weights, tokens and experts, so that the model needs no weights.
 
     Raises:
         ConfigError: the model has no experts, or a router does not choose them in a way that can be replayed.

@@ -62,7 +62,7 @@ class TensorParallel:
         return collectives.reduce_gradient(hidden, self.group)
 
     def own_tokens(self, hidden: Tensor) -> Tensor:
-        """Select this rank's `[b, T / tp, D]` of `[b, T, D]`, which all ranks have computed; its gradient follows."""
+        """Select this rank's `[b, T / tp, D]` of `[b, T, D]`, which all ranks have computed, with its gradient."""
         return collectives.part_of(hidden, 1, self.group)
 
     def leave(self, hidden: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def divide_layers(
     experts: Collection[str] = (),
     dispatched: bool = False,
 ) -> None:
-    """Divide a model by its plan; parameters may be on the meta device.
+    """Divide a model by its plan, also with parameters on the meta device.
 
     Args:
         hf: the model, unsharded except for its experts.
@@ -147,7 +147,7 @@ def divide_layers(
 
 
 class _Divided:
-    """Parameters that are divided already; a parameter with several names (tied weights) is divided once."""
+    """Parameters that are divided already, where one with several names (tied weights) is divided once."""
 
     def __init__(self, hf: nn.Module) -> None:
         uses = Counter(id(parameter) for _, parameter in hf.named_parameters(remove_duplicate=False))
@@ -268,7 +268,7 @@ def _divide_module(
 
 
 def _placement(style: Style | None, parameter_name: str) -> Placement:
-    """Return how a parameter is divided; of an adapter, B is divided like the weight's rows, A like its columns."""
+    """Return how a parameter is divided, where an adapter's B follows the weight's rows and A its columns."""
     if style is None:
         return Replicate()
     if style.dim is not None:

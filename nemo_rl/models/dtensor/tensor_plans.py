@@ -89,7 +89,7 @@ def _phi3(config: Any) -> dict[str, Style]:
 
 
 def _llama4(config: Any) -> dict[str, Style]:
-    """Divide each expert like a feed-forward layer; all experts see every token, in parameters `[E, in, out]`."""
+    """Divide each expert like a feed-forward layer, with every token for all experts in parameters `[E, in, out]`."""
     experts, width = "layers.*.feed_forward.experts", config.intermediate_size
     return {
         f"{experts}.gate_up_proj": Style("column", (width, width), dim=2),
@@ -181,7 +181,7 @@ def shared_experts(hf: PreTrainedModel, blocks: Iterable[str], planned: Collecti
 
 
 def _feed_forward(hf: PreTrainedModel, module: nn.Module) -> dict[str, Style]:
-    """Return the styles of the linear layers of a module; empty if it is not a feed-forward layer."""
+    """Return the styles of the linear layers of a module, or none if it is not a feed-forward layer."""
     width = getattr(hf.config.get_text_config(), "hidden_size", None)
     linear = {name: child for name, child in module.named_children() if hasattr(child, "out_features")}
     down = [name for name, child in linear.items() if child.out_features == width]
@@ -201,12 +201,12 @@ def _feed_forward(hf: PreTrainedModel, module: nn.Module) -> dict[str, Style]:
 
 
 def style_of(name: str, plan: Plan) -> Style | None:
-    """Return the style of a module or parameter name; None if the plan does not contain it."""
+    """Return the style of a module or parameter name, or None if the plan does not contain it."""
     return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
 
 
 def _read(plan: Mapping[str, Any], owner: str) -> dict[str, Style]:
-    """Convert styles of transformers; heads and embeddings are left out, because `_vocabulary` divides them."""
+    """Convert styles of transformers, without heads and embeddings, which `_vocabulary` divides."""
     read = {}
     for name, style in plan.items():
         known = style if isinstance(style, Style) else _FROM_TRANSFORMERS.get(style)
@@ -222,7 +222,7 @@ def _read(plan: Mapping[str, Any], owner: str) -> dict[str, Style]:
 
 
 def _vocabulary(hf: PreTrainedModel) -> dict[str, Style]:
-    """Return styles for the input embedding and the output head; a scoring head has no vocabulary."""
+    """Return styles for the input embedding and the output head, if it is one of a vocabulary and not of scores."""
     names = {id(module): name for name, module in hf.named_modules()}
     ends = (hf.get_input_embeddings(), hf.get_output_embeddings())
     return {names[id(module)]: VOCABULARY for module in ends if module is not None and id(module) in names}

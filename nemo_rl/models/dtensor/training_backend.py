@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # see `models.training.backends`
 
 
 class DTensorTraining(FolderBackend):
-    """FSDP2 over a Hugging Face model; `model/` in the weights folder loads with `from_pretrained`."""
+    """FSDP2 over a Hugging Face model, whose `model/` in the weights folder loads with `from_pretrained`."""
 
     section = "dtensor_cfg"
     tensor_folder, tensor_files = MODEL_FOLDER, TENSOR_FILES
@@ -32,7 +32,7 @@ class DTensorTraining(FolderBackend):
     offloads_trained_weights = True
 
     def check(self, policy: PolicyConfig, num_ranks: int, section: str = "policy") -> None:
-        """Check optimizer, schedule and mesh, and prove the mesh on a small model; see `TrainingBackend.check`."""
+        """Check optimizer, schedule and mesh, and prove the mesh on a small model (see `TrainingBackend.check`)."""
         from nemo_rl.models.dtensor.optimizer import check_optimizer
 
         check_optimizer(policy, section)
@@ -48,7 +48,7 @@ class DTensorTraining(FolderBackend):
             prove_mesh(policy, layout, model, section)
 
     def check_sizes(self, policy: PolicyConfig, num_ranks: int, section: str = "policy") -> None:
-        """Check the mesh without a proof; see `TrainingBackend.check_sizes`."""
+        """Check the mesh without a proof (see `TrainingBackend.check_sizes`)."""
         layout = self.layout_of(policy, num_ranks, section)
         from nemo_rl.models.draft.choice import check_draft
         from nemo_rl.models.dtensor.mesh_check import check_mesh
@@ -97,7 +97,7 @@ class DTensorTraining(FolderBackend):
         copy_model_folder(weights / MODEL_FOLDER, target, dtype)
 
     def read_into(self, model: "PreTrainedModel", weights: Path) -> None:
-        """See `FolderBackend.read_into`; the reader of training."""
+        """Read a folder with the reader of training (see `FolderBackend.read_into`)."""
         from nemo_rl.models.dtensor.checkpoints.model_files import load_weights
 
         load_weights(model, weights)

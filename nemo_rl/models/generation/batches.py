@@ -34,7 +34,7 @@ VllmConfig = EvalGenerationConfig
 
 
 class VllmGeneration:
-    """Engines that load the weights of a model themselves; `refit_policy_generation` replaces them by a policy's.
+    """Engines that load the weights of a model themselves, until `refit_policy_generation` replaces them by a policy's.
 
     Args:
         cluster: where the engines run, one worker on each bundle.
@@ -91,7 +91,7 @@ class VllmGeneration:
         return padded(prompts, answers, self._tokenizer.pad_token_id)
 
     def generate_text(self, data: Mapping[str, Any], greedy: bool = False) -> BatchedDataDict[Any]:
-        """Continue texts: `prompts`, B texts, and perhaps `stop_strings`; returns `texts`."""
+        """Continue B texts `prompts`, perhaps up to `stop_strings`, and return `texts`."""
         prompts = [self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in data["prompts"]]
         answers = self._answers(prompts, data.get("stop_strings"), greedy)
         texts = [

@@ -1,4 +1,4 @@
-"""Complete `policy.generation` as NeMo RL's programs do; runs of this library do the same by themselves."""
+"""Complete `policy.generation` for NeMo RL's programs, as runs of this library do by themselves."""
 
 from collections.abc import MutableMapping
 from typing import Any

@@ -49,7 +49,7 @@ class Cost(NamedTuple):
 
 @dataclass
 class _Held:
-    """Tokens of a row and their places; the first `num_read` tokens have keys and values."""
+    """Tokens of a row and their places, of which the first `num_read` have keys and values."""
 
     tokens: NDArray[np.int32]
     places: NDArray[np.int64]
@@ -81,14 +81,14 @@ class TokenCache:
         self._layers: dict[int, KeysAndValues] = {}
 
     def cost(self, token_ids: Sequence[int]) -> Cost:
-        """Return what a row with these tokens would take."""
+        """Return the room that a row with these tokens would take."""
         other, length = self._longest_start(np.array(token_ids, np.int32))
         num_new = len(token_ids) - length
         unused = 0 if other is None else np.count_nonzero(self._users[self._held(other).places[:length]] == 0)
         return Cost(num_new, num_new + int(unused))
 
     def enter(self, row: str, token_ids: Sequence[int]) -> int:
-        """Give places to the tokens of a new row; return how many need not be read, all but one at most."""
+        """Give places to the tokens of a new row, and return how many need no reading (all but one at most)."""
         tokens = np.array(token_ids, np.int32)
         other, length = self._longest_start(tokens)
         places = np.empty(0, np.int64) if other is None else self._held(other).places[:length]
@@ -102,7 +102,7 @@ class TokenCache:
         return length
 
     def leave(self, rows: Iterable[str]) -> None:
-        """Let rows end; their tokens stay until their places are needed."""
+        """Let rows end, whose tokens stay until their places are needed."""
         for row in rows:
             held = self._ended[row] = self._running.pop(row)
             self._users[held.places] -= 1
@@ -117,7 +117,7 @@ class TokenCache:
             self._drop_oldest()
 
     def release(self) -> None:
-        """Free the memory if no row runs; the next pass allocates it again."""
+        """Free the memory if no row runs, until the next pass allocates it again."""
         if not self._running:
             self.clear()
             self._layers.clear()
@@ -239,7 +239,7 @@ class ContinuousEngine(RowsEngine):
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
-        """See `SteppedEngine.step`; an active row has all but its last token in the cache."""
+        """See `SteppedEngine.step`. An active row has all but its last token in the cache."""
         is_full = self._make_room()
         rows = {row.request_id: row.token_ids[-1:] for row in self._active}
         rows |= {} if is_full else self._admitted()
@@ -250,7 +250,7 @@ class ContinuousEngine(RowsEngine):
         return self.take_finished(list(self._active))
 
     def _make_room(self) -> bool:
-        """Take out the newest rows until the others can grow by a token; return whether there were any."""
+        """Take out the newest rows until the others can grow by a token, and return whether there were any."""
         taken_out = []
         while len(self._active) > self._cache.room:
             taken_out.append(self._active.pop())
@@ -260,7 +260,7 @@ class ContinuousEngine(RowsEngine):
         return bool(taken_out)
 
     def _admitted(self) -> dict[str, list[int]]:
-        """Let the first waiting rows enter that there is room for; see `read`."""
+        """Let the first waiting rows enter for which there is room (see `read`)."""
         admitted: dict[str, list[int]] = {}
         left, most_new = len(self._active) + int(_SPARE * self._cache.num_places), MOST_NEW_TOKENS
         for row in self._waiting[: MOST_ROWS - len(self._active)]:
@@ -283,7 +283,7 @@ class ContinuousEngine(RowsEngine):
             self.leave(finished)
 
     def finish_loading(self, *, changed: bool) -> list[str]:
-        """See `SteppedEngine.finish_loading`; unfinished rows are read again."""
+        """See `SteppedEngine.finish_loading`. Unfinished rows are read again."""
         unbound = self.put_in_force()
         if changed:
             self.clear()

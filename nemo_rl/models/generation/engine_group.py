@@ -73,7 +73,7 @@ _BUSY_SHARE = 0.1
 
 
 class EngineGroup(GenerationInterface):
-    """Engines that share one `generate`; for one event loop at a time.
+    """Engines that share one `generate`, for one event loop at a time.
 
     Args:
         workers: the group of all `GenerationWorker`s.
@@ -133,7 +133,7 @@ class EngineGroup(GenerationInterface):
 
     @property
     def num_workers(self) -> int:
-        """The number of workers of the running engines; their ranks are 0, 1 ..."""
+        """The number of workers of the running engines, whose ranks are 0, 1 ..."""
         return sum(len(member.ranks) for member in self._running)
 
     @property
@@ -146,7 +146,7 @@ class EngineGroup(GenerationInterface):
         return self.workers.run_all_workers_single_data(method, *args, workers=workers or range(self.num_workers))
 
     def of_engines[T](self, of_workers: Sequence[T]) -> list[T]:
-        """Select the results of each engine's first worker from those of `call_all`."""
+        """Select the results of each engine's first worker from the results of `call_all`."""
         return [of_workers[member.ranks[0]] for member in self._running]
 
     def follow_number(self) -> None:
@@ -156,7 +156,7 @@ class EngineGroup(GenerationInterface):
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Let engines leave and join around a block that gives all of them the current weights; hold `exclusively`."""
+        """Let engines leave and join around a block (under `exclusively`) that gives all of them current weights."""
         if self._scaling is None:
             yield
             return
@@ -200,7 +200,7 @@ class EngineGroup(GenerationInterface):
         return [found.get(id(request)) for request in requests]
 
     def _enter_loop(self) -> None:
-        """Serve the caller's event loop; drop requests that an earlier loop has left unfinished."""
+        """Serve the caller's event loop, and drop requests that an earlier loop has left unfinished."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop, self._flush_is_due = loop, False
@@ -256,7 +256,7 @@ class EngineGroup(GenerationInterface):
         watcher.add_done_callback(self._watchers.discard)
 
     async def _watch(self, member: Member, call: Any) -> None:
-        """Check that an engine accepted a call; `_collect` handles dead engines."""
+        """Check that an engine accepted a call, while `_collect` handles dead engines."""
         try:
             await call
         except WORKER_DEATHS:
@@ -364,7 +364,7 @@ class EngineGroup(GenerationInterface):
 
     @contextmanager
     def exclusively(self) -> Iterator[None]:
-        """Keep other threads from replacing engines and moving weights; the same thread may nest it.
+        """Keep other threads from replacing engines and moving weights, while the same thread may nest this.
 
         Raises:
             DeadlineExceededError: another thread did not finish in `turn_timeout_s`.
@@ -380,7 +380,7 @@ class EngineGroup(GenerationInterface):
             self._replacing.release()
 
     def with_replacements[T](self, work: Callable[[], T]) -> T:
-        """Call a function that needs every engine; if an engine is dead, replace it and call the function again.
+        """Call a function that needs every engine, and call it again after replacing engines that turn out to be dead.
 
         The same applies to an engine whose process is stopped when the function misses a deadline. A replacement is
         awake and has no weights yet.
@@ -401,7 +401,7 @@ class EngineGroup(GenerationInterface):
                         raise
 
     def revive_dead(self) -> int:
-        """Replace engines that died while no request was in flight; return their number.
+        """Replace engines that died while no request was in flight, and return their number.
 
         Raises:
             WorkerDiedError: the run's restarts are used up.
@@ -418,7 +418,7 @@ class EngineGroup(GenerationInterface):
         return num_revived
 
     def replace_engines(self, ranks: Collection[int], reason: str) -> None:
-        """Replace the engines with some of these workers, and give them the current weights; hold `exclusively`.
+        """Replace the engines of some workers and give them the current weights, while `exclusively` is held.
 
         Raises:
             WorkerDiedError: the run's restarts are used up.
@@ -430,14 +430,14 @@ class EngineGroup(GenerationInterface):
             self.load_weights()
 
     def _replace_stopped(self) -> int:
-        """Replace engines whose processes are stopped; return their number."""
+        """Replace engines whose processes are stopped, and return their number."""
         stopped = [m for m in self._running if any(state == "T" for state, _ in self.workers.activity(m.ranks))]
         for member in stopped:
             self._replace(member, f"A process of {self.workers.slot(member.ranks[0])} is stopped (SIGSTOP).")
         return len(stopped)
 
     def reopen(self) -> None:
-        """Accept requests again after an engine could not get weights from a lost policy; replace engines that died.
+        """Accept requests again after a lost policy kept an engine from getting weights, and replace dead engines.
 
         Raises:
             WorkerDiedError: the run's restarts are used up, or the engines have been shut down.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class SpeculationCounts(NamedTuple):
-    """Counts of speculative decoding; a pass is one forward pass of the model for one request."""
+    """Counts of speculative decoding, where a pass is one forward pass of the model for one request."""
 
     num_passes: int = 0
     """Passes that gave tokens, with and without proposals."""
@@ -26,7 +26,7 @@ class SpeculationCounts(NamedTuple):
         return SpeculationCounts(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
     def metrics(self) -> dict[str, float]:
-        """Return the rates; without proposals the acceptance rate is 0."""
+        """Return the rates, with an acceptance rate of 0 without proposals."""
         return {
             "spec_acceptance_rate": self.num_accepted / max(1, self.num_proposed),
             "spec_accepted_length": self.num_accepted / max(1, self.num_drafts),
@@ -58,7 +58,7 @@ class EngineLoad(NamedTuple):
 
 
 def load_metrics(loads: Sequence[EngineLoad]) -> dict[str, float]:
-    """Return the metrics of several engines; see `interfaces.GenerationInterface.load_metrics`."""
+    """Return the metrics of several engines (see `interfaces.GenerationInterface.load_metrics`)."""
     if not loads:
         return {}
     metrics = {

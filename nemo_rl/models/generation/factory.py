@@ -81,7 +81,7 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
 
 
 def _cpu_kv_cache_bytes(policy: PolicyConfig, generation: GenerationConfig) -> int:
-    """Size the cache for twice the sequences that may run at the same time, so that none is evicted; up to 256 MiB."""
+    """Size the cache, up to 256 MiB, for twice the sequences that may run at once, so that none is evicted."""
     sequences = engine_kind(generation.backend).cpu_sequences
     if sequences is None:
         return _CPU_KV_CACHE_BYTES
@@ -102,13 +102,13 @@ def _kernel_variables(generation: GenerationConfig, quantization: WeightQuantiza
 
 
 def engine_precision(policy: PolicyConfig) -> str:
-    """Return the number format of the engines and of the weights that they receive, but for those in float8."""
+    """Return the number format of the engines and of the weights that they receive, except float8 weights."""
     precision = policy.sampling.engine.precision
     return policy.precision if precision in ("auto", FP8) else precision
 
 
 def check_engine_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
-    """Refuse an engine that does not exist, or a model that it cannot serve; needs no engine and no worker.
+    """Refuse an engine that does not exist, or a model that it cannot serve, without starting engine or worker.
 
     Raises:
         ConfigError: `policy.generation.backend` names a class that cannot be imported, or the engine's own check
@@ -192,7 +192,7 @@ def make_engines(
     name_prefix: str | None = None,
     samples: int = 0,
 ) -> EngineGroup:
-    """Start one worker on every bundle; blocks until all are built.
+    """Start one worker on every bundle, and block until all are built.
 
     Args:
         settings: settings of each engine.

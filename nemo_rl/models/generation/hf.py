@@ -38,7 +38,7 @@ class FurtherInputs(NamedTuple):
 
 
 class BatchedEngine(RowsEngine):
-    """A `RowsEngine` with a cache for one batch; see `RowsEngine` for the arguments."""
+    """A `RowsEngine` with a cache for one batch and the arguments of `RowsEngine`."""
 
     def __init__(self, settings: EngineSettings, vocab_size: int) -> None:
         super().__init__(settings, vocab_size)
@@ -47,7 +47,7 @@ class BatchedEngine(RowsEngine):
 
     @property
     def further_inputs(self) -> FurtherInputs | None:
-        """The inputs of the rows that `read` or `advance` processes; None if no row has any."""
+        """The inputs of the rows that `read` or `advance` processes, or None if no row has any."""
         column = [row.request.row_inputs for row in self._active]
         if all(inputs is None for inputs in column):
             return None
@@ -55,11 +55,11 @@ class BatchedEngine(RowsEngine):
 
     @abstractmethod
     def read(self, rows: list[list[int]]) -> Tensor:
-        """Start a batch of rows, given by their tokens, and free the previous one; return `[b, V]` next logits."""
+        """Start a batch of rows, given by their tokens, free the previous one, and return `[b, V]` next logits."""
 
     @abstractmethod
     def advance(self, token_ids: list[int]) -> Tensor:
-        """Read one more token of each row; return `[b, V]` logits of the next one."""
+        """Read one more token of each row, and return `[b, V]` logits of the next one."""
 
     @abstractmethod
     def forget(self) -> None:
@@ -82,13 +82,13 @@ class BatchedEngine(RowsEngine):
         return self.take_finished(written)
 
     def drop_finished(self) -> None:
-        """See `RowsEngine.drop_finished`; rows stay in the batch until its last one is finished."""
+        """See `RowsEngine.drop_finished`. Rows stay in the batch until its last one is finished."""
         if all(row.finish_reason is not None for row in self._active):
             self._active, self._next_ids = [], None
             self.forget()
 
     def finish_loading(self, *, changed: bool) -> list[str]:
-        """See `SteppedEngine.finish_loading`; unfinished rows are read again."""
+        """See `SteppedEngine.finish_loading`. Unfinished rows are read again."""
         unbound = self.put_in_force()
         if changed:
             self._active = [row for row in self._active if row.finish_reason is None]
@@ -120,7 +120,7 @@ class HfEngine(BatchedEngine):
         self._held: dict[str, torch.Tensor] = {}
 
     def add_request(self, request_id: str, request: GenerationRequest) -> None:
-        """See `SteppedEngine.add_request`; the model's body must have parameters for all inputs of the row."""
+        """See `SteppedEngine.add_request`. The model's body must have parameters for all inputs of the row."""
         if request.row_inputs is not None:
             try:
                 require_parameters(body(self._model), request.row_inputs.argument_names)
@@ -183,7 +183,7 @@ class HfEngine(BatchedEngine):
         self._received, self._held = set(), {}
 
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """See `Engine.load_tensors`; tensors with another shape in the model are kept until all have arrived."""
+        """See `Engine.load_tensors`. Tensors with another shape in the model are kept until all have arrived."""
         if converts(self._model):
             self._held |= {name: tensor.clone() for name, tensor in tensors}
         else:
@@ -199,7 +199,7 @@ class HfEngine(BatchedEngine):
             self._received.add(name)
 
     def put_in_force(self) -> list[str]:
-        """See `RowsEngine.put_in_force`; tied parameters count once."""
+        """See `RowsEngine.put_in_force`. Tied parameters count once."""
         self._copy(in_memory(self._model, list(self._held), self._held.pop))
         expected = {name for name, _ in self._model.named_parameters()}
         return sorted(expected - self._received)

@@ -159,7 +159,7 @@ class GenerationResult:
 
     @property
     def num_scored_later(self) -> int:
-        """Number of tokens whose log-probability is of newer weights than those that wrote them."""
+        """Number of tokens whose log-probability is of newer weights than the weights that wrote the tokens."""
         if self.scored_by is None:
             return 0
         same = (span.start for span in self.weight_versions if span.version == self.scored_by)
@@ -173,7 +173,7 @@ class GenerationResult:
 
 @dataclass(frozen=True, eq=False)
 class ResponseSoFar:
-    """The first part of a response; attributes as in `GenerationResult`."""
+    """The first part of a response, with the attributes of `GenerationResult`."""
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
@@ -210,7 +210,7 @@ class Collected(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Settings from which a worker builds its engine; `factory` makes them from the configuration."""
+    """Settings from which a worker builds its engine, made by `factory` from the configuration."""
 
     backend: str
     """A name of `registry.ENGINES`, or the dotted path of a class."""
@@ -280,7 +280,7 @@ class EngineSettings:
 
     @property
     def num_workers(self) -> int:
-        """The number of worker processes of one engine, each with its device; see `engine_of`."""
+        """The number of worker processes of one engine, each with its device (see `engine_of`)."""
         return self.num_replicas * self.replica_size
 
 
@@ -298,7 +298,7 @@ def engine_of(rank: int, num_workers: int) -> tuple[int, int]:
 
 
 class Engine(Protocol):
-    """A continuous-batching engine; called from one asyncio loop, and constructed with `EngineSettings` only.
+    """A continuous-batching engine, called from one asyncio loop and constructed with `EngineSettings` only.
 
     The protocol leaves open where it computes: in this process between two calls (`stepped.SteppedEngine`), in its own
     processes or on its own devices, or on a server. A class that reads `GenerationRequest.row_inputs` sets
@@ -325,16 +325,16 @@ class Engine(Protocol):
         """End requests with the tokens that they have so far. Ids of finished requests are ignored."""
 
     async def begin_weight_update(self) -> None:
-        """Prepare for new weights; no token is drawn until `finish_weight_update`.
+        """Prepare for new weights, and draw no token until `finish_weight_update`.
 
         If the previous update was interrupted, a new one starts.
         """
 
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Load some tensors under Hugging Face names; they do not change before `finish_weight_update` has returned."""
+        """Load some tensors under Hugging Face names, unchanged until `finish_weight_update` has returned."""
 
     async def finish_weight_update(self, version: int) -> list[str]:
-        """Activate the new weights; return the engine parameters that received nothing.
+        """Activate the new weights, and return the engine parameters that received nothing.
 
         Running requests continue with the new weights, as if these had read all their tokens: cached keys and values of
         another version are computed again.
@@ -347,10 +347,10 @@ class Engine(Protocol):
         """
 
     async def sleep(self) -> None:
-        """Free memory until `wake_up`; does nothing if the engine is asleep."""
+        """Free memory until `wake_up`, or do nothing if the engine is asleep."""
 
     async def wake_up(self) -> None:
-        """Allocate memory again; does nothing if the engine is awake."""
+        """Allocate memory again, or do nothing if the engine is awake."""
 
 
 @runtime_checkable
@@ -373,7 +373,7 @@ class GenerationInterface(ABC):
 
     @abstractmethod
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """Continue one prompt; many calls may be awaited at once. Cancelling one ends its request in the engine.
+        """Continue one prompt, also in concurrent calls, and end its request in the engine if the call is cancelled.
 
         Raises:
             GenerationError: the engine refused the request (too long, unknown token ids).
@@ -401,11 +401,11 @@ class GenerationInterface(ABC):
         return []
 
     def open_requests(self) -> list[int]:
-        """Return for each engine the requests without an answer now; empty if the group cannot tell."""
+        """Return for each engine the requests without an answer now, or no numbers if the group cannot tell."""
         return []
 
     def load_metrics(self) -> dict[str, float]:
-        """Return metrics of the key-value caches since the last call; empty if the engines cannot tell.
+        """Return metrics of the key-value caches since the last call, or none if the engines cannot tell.
 
         `num_preemptions` is the sum over the engines, `kv_cache_usage` the largest share in use, and
         `max_running_requests` the smallest number of requests that an engine runs at the same time. With speculative
@@ -414,7 +414,7 @@ class GenerationInterface(ABC):
         return {}
 
     def describe_open(self) -> str:
-        """Describe the engines with open requests, for an error; empty if there are none or the group cannot tell."""
+        """Describe the engines with open requests for an error, or return "" if none are known."""
         return ""
 
     @abstractmethod
@@ -423,7 +423,7 @@ class GenerationInterface(ABC):
 
 
 class GenerationDatumSpec(TypedDict):
-    """Batch of prompts: `input_ids [B, T]` int64 right-padded, `input_lengths [B]`, `stop_strings`; with further inputs
+    """Batch of prompts: `input_ids [B, T]` int64 right-padded, `input_lengths [B]`, `stop_strings`, and perhaps
     `row_inputs` (list of B `RowInputs`).
     """
 

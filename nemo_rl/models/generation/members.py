@@ -57,7 +57,7 @@ _KEPT = 0.98
 
 @dataclass
 class Pending:
-    """A request without an answer yet; `since` is the loop's time at which it was sent."""
+    """A request without an answer yet, sent at the loop's time `since`."""
 
     request: GenerationRequest
     future: asyncio.Future[GenerationResult]
@@ -66,7 +66,7 @@ class Pending:
 
 @dataclass
 class Speed:
-    """Seconds that an engine takes for a token of an answer, with waits in the engine; recent answers count more."""
+    """Seconds that an engine takes for a token of an answer, waits included, with more weight for recent answers."""
 
     seconds: float = 0.0
     """Seconds of answers."""
@@ -79,13 +79,13 @@ class Speed:
 
     @property
     def seconds_per_token(self) -> float | None:
-        """The mean; None before there are enough answers."""
+        """The mean, or None before there are enough answers."""
         return self.seconds / self.tokens if self.tokens >= _ENOUGH_TOKENS else None
 
 
 @dataclass
 class Member:
-    """One engine and its pending requests; while it is down, they are kept until it is back."""
+    """One engine and its pending requests, which are kept until it is back if it is down."""
 
     index: int
     """Its position among the engines."""
@@ -117,7 +117,7 @@ class Member:
     """How fast it answers."""
 
     def forget_requests(self) -> None:
-        """Drop all pending requests, for which no caller waits, and abort those that were sent."""
+        """Drop all pending requests, for which no caller waits, and abort requests that were sent."""
         unsent = {request_id for request_id, _ in self.outbox}
         self.given_up += [request_id for request_id in self.unfinished if request_id not in unsent]
         self.unfinished, self.outbox, self.collector, self.is_down = {}, [], None, False
@@ -302,7 +302,7 @@ class EngineScaling:
             self._started, self._start = missing, in_background(build, "engines that join")
 
     def change(self) -> None:
-        """End engines that are done, and let engines that are built take part; no other thread uses the engines."""
+        """End engines that are done, and let built engines take part, while no other thread uses the engines."""
         for member in reversed(self._members):
             if member.is_away:
                 continue
@@ -330,7 +330,7 @@ class EngineScaling:
             self._changed(f"Generation engine {member.index} joins")
 
     def opened(self) -> None:
-        """Let engines that joined get requests; they have the current weights."""
+        """Let engines that joined, and now have the current weights, get requests."""
         for member in self._joined:
             member.is_down = False
         self._joined.clear()
@@ -341,7 +341,7 @@ class EngineScaling:
         logger.info("%s; engines: %d of %d.", event, count, len(self._members))
 
     def _read(self) -> None:
-        """Read the wanted number; a wrong one is reported once and changes nothing."""
+        """Read the wanted number, or report a wrong one once and change nothing."""
         try:
             text = read_text(self._file).strip()
         except FileNotFoundError:
@@ -389,14 +389,14 @@ def note_as_seen(wait: asyncio.Future[Any]) -> None:
 
 
 def give_up_waits(waits: Waits, _: object = None) -> None:
-    """Cancel waits, but not their calls; asyncio would report waits that are pending when the loop closes."""
+    """Cancel waits, but not their calls, since asyncio would report waits that are pending when the loop closes."""
     for wait in waits.values():
         wait.future.cancel()
     waits.clear()
 
 
 async def some_answer(waits: Waits, timeout_s: float) -> bool:
-    """Wait for some seconds; return whether one of the calls has ended."""
+    """Wait for some seconds, and return whether one of the calls has ended."""
     futures = [wait.future for wait in waits.values()]
     done, _ = await asyncio.wait(futures, timeout=max(timeout_s, 0.0), return_when=asyncio.FIRST_COMPLETED)
     return bool(done)

@@ -73,7 +73,7 @@ class Meeting:
 
     @property
     def local_place(self) -> int:
-        """Number of this process among those on its machine, and the index of its GPU."""
+        """Number of this process among the processes of its machine, and the index of its GPU."""
         return self.machines[: self.place].count(self.machine)
 
     def is_near(self, places: Iterable[int]) -> bool:
@@ -82,7 +82,7 @@ class Meeting:
 
 
 def meet(settings: EngineSettings) -> Meeting:
-    """Return the meeting of this process with the others of its engine; its rank is in the variable RANK."""
+    """Return the meeting of this process, whose rank is in the variable RANK, with the others of its engine."""
     _, place = engine_of(int(os.environ["RANK"]), settings.num_workers)
     return enter_engine(settings.device, place, settings.num_workers)
 
@@ -125,12 +125,12 @@ def enter_engine(device: str, place: int, num_places: int) -> Meeting:
 
 
 def _name_of_machine() -> str:
-    """Return a name that processes of the same machine share; Ray's, as it may move two sets of places to one node."""
+    """Return a name that processes of the same machine share, from Ray if it runs, as it may join places on a node."""
     return ray.get_runtime_context().get_node_id() if ray.is_initialized() else os.environ.get("NODE_RANK", "0")
 
 
 def _shared(store: dist.Store, name: str, place: int, num_places: int, own: str) -> tuple[str, ...]:
-    """Tell all processes a text, and return those of all, in the order of their places."""
+    """Send a text to all processes, and return the texts of all, in the order of their places."""
     store.set(f"{name} of {place}", own)
     return tuple(store.get(f"{name} of {other}").decode() for other in range(num_places))
 
@@ -197,7 +197,7 @@ class Link:
         self._due: deque[RankAnswer] = deque()
 
     def when_it_brings(self, loop: asyncio.AbstractEventLoop, receive: Callable[[], object]) -> None:
-        """Let an event loop call a function whenever a message starts to arrive; the function receives the message."""
+        """Let an event loop call `receive`, which has to read the message, whenever a message starts to arrive."""
         descriptor = self._connection.fileno()
         loop.add_reader(descriptor, receive)
         # uvloop, on which Ray's actors run, makes a watched socket non-blocking (libuv's `uv_poll_init`). Reading a
@@ -205,7 +205,7 @@ class Link:
         os.set_blocking(descriptor, True)
 
     def send(self, message: object) -> None:
-        """Send a picklable message; tensors are sent as copies."""
+        """Send a picklable message, with copies of tensors."""
         self._send(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
 
     def _send(self, message: bytes) -> None:
@@ -266,7 +266,7 @@ class Link:
 
 
 def open_links(meeting: Meeting, name: str, places: Sequence[int]) -> list[Link]:
-    """Open links to other places, which call `open_link` with the same name; returns them in the order of `places`."""
+    """Open links to other places, which call `open_link` with the same name, and return them in the places' order."""
     if not places:
         return []
     key, links = secrets.token_bytes(32), dict[int, Link]()
@@ -322,7 +322,7 @@ _PATIENCE_S = 2.0
 
 @contextmanager
 def ending_if_alone(links: Sequence[Link]) -> Iterator[None]:
-    """Run a block; if it fails because a process at the other end of a link is gone, end this process too."""
+    """Run a block, and end this process if it fails because a process at the other end of a link is gone."""
     try:
         yield
     except Exception:
@@ -358,7 +358,7 @@ class ServedRank:
             asyncio.get_running_loop().call_later(2 * _PATIENCE_S, os._exit, 1)
 
     async def generate(self, request_id: str, request: GenerationRequest) -> GenerationResult:
-        """See `Engine.generate`; requests go to worker 0."""
+        """See `Engine.generate`. Requests go to worker 0."""
         raise NotImplementedError("Requests go to worker 0 of an engine.")
 
     async def abort(self, request_ids: Collection[str]) -> None:
@@ -368,7 +368,7 @@ class ServedRank:
         """See `Engine.begin_weight_update`."""
 
     async def finish_weight_update(self, version: int) -> list[str]:
-        """See `Engine.finish_weight_update`; the default lets worker 0 report missing tensors of all ranks."""
+        """See `Engine.finish_weight_update`. By default worker 0 reports missing tensors of all ranks."""
         return []
 
     async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:

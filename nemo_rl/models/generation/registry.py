@@ -120,7 +120,7 @@ def engine_rows(backend: str) -> AcceptedRows:
 
 
 def grammar_refusal(backend: str) -> str | None:
-    """Return why an engine gets no request with a grammar; None if it accepts them.
+    """Return why an engine gets no request with a grammar, or None if it accepts them.
 
     Raises:
         ConfigError: the path of the class cannot be imported.
@@ -152,7 +152,7 @@ def make_engine(settings: EngineSettings, place: int = 0) -> Engine:
 
 
 def _class_at(settings: EngineSettings, place: int) -> type:
-    """Return the class of an engine's worker; the first worker of the engine takes the requests."""
+    """Return the class of an engine's workers, the first of which takes the requests."""
     kind, what = engine_kind(settings.backend), _named(settings.backend)
     path = kind.rank_path if place else None
     if settings.num_replicas > 1 and place % settings.replica_size == 0 and kind.replica_paths:

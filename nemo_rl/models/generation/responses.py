@@ -1,4 +1,4 @@
-"""Responses of engines: the tokens that end them, their text, and the continuation of one of an earlier run.
+"""Responses of engines: the tokens that end them, their text, and the continuation of an earlier run's response.
 
 Continue a response that an earlier run has started. The tokens so far become a part of the prompt. The rest is sampled
 with another seed, because the first one would give the same random numbers again, on which the tokens so far depend.
@@ -64,7 +64,7 @@ def stop_token_ids(
 
 
 def rest_of(request: GenerationRequest, so_far: ResponseSoFar) -> GenerationRequest:
-    """Return the request for the rest of a response; without tokens so far, the request itself.
+    """Return the request for the rest of a response, or the request itself without tokens so far.
 
     Args:
         request: the request for the whole response.
@@ -83,7 +83,7 @@ def rest_of(request: GenerationRequest, so_far: ResponseSoFar) -> GenerationRequ
 def joined(
     so_far: ResponseSoFar, rest: GenerationResult, stops: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> GenerationResult:
-    """Join a response from its two parts; without tokens so far, return the rest.
+    """Join a response from its two parts, or return the rest without tokens so far.
 
     Engines look for stop strings in what they sample. So one that begins in the first part is looked for here, and the
     tokens after it are dropped.

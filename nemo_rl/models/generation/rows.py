@@ -61,7 +61,7 @@ def banned_tokens(sequences: Sequence[list[int]], written: list[int]) -> list[in
 def draw(
     logits_V: torch.Tensor, sampling: SamplingParams, generator: torch.Generator, banned: Sequence[int] = ()
 ) -> tuple[int, float]:
-    """Draw a token that is not banned; return its id and its log-probability.
+    """Draw a token that is not banned, and return its id and its log-probability.
 
     Raises:
         NonFiniteError: the logits hold NaN or +inf.
@@ -122,7 +122,7 @@ class RowsEngine(SteppedEngine):
 
     @abstractmethod
     def put_in_force(self) -> list[str]:
-        """Complete the loaded weights; return the parameters that received nothing."""
+        """Complete the loaded weights, and return the parameters that received nothing."""
 
     @abstractmethod
     def drop_finished(self) -> None:
@@ -141,7 +141,7 @@ class RowsEngine(SteppedEngine):
         self._waiting.append(Row(request_id, request, generator, bad_words, most_tokens))
 
     def extend(self, row: Row, logits_V: Tensor) -> int:
-        """Draw the next token of a row, and note whether it ends the response; return the token."""
+        """Draw the next token of a row, note whether it ends the response, and return the token."""
         sampling = row.request.sampling
         token, logprob = draw(logits_V, sampling, row.generator, banned_tokens(row.bad_words, row.token_ids))
         row.token_ids.append(token)

@@ -47,7 +47,7 @@ _QUIET_S, _QUIET_PAUSE_S = 0.5, 0.0002
 
 
 class Finished(NamedTuple):
-    """A finished response; fields as in `GenerationResult`, but lists. With an `error`, the request is refused."""
+    """A finished response, with the fields of `GenerationResult` as lists, or a refused request with an `error`."""
 
     request_id: str
     token_ids: list[int]
@@ -65,7 +65,7 @@ class _InProgress:
 
 
 class SteppedEngine(ABC):
-    """An `Engine` that does all its work in `step`; its initial weights have version 0."""
+    """An `Engine` that does all its work in `step`, starting with weights of version 0."""
 
     def __init__(self) -> None:
         self._version = 0
@@ -90,7 +90,7 @@ class SteppedEngine(ABC):
 
     @abstractmethod
     def step(self) -> list[Finished]:
-        """Advance all queued requests by one token or a few; return the finished ones.
+        """Advance all queued requests by one token or a few, and return the finished ones.
 
         Raises:
             NonFiniteError: the scores of a token are not finite.
@@ -98,7 +98,7 @@ class SteppedEngine(ABC):
 
     @abstractmethod
     def remove_requests(self, request_ids: Collection[str]) -> list[Finished]:
-        """Stop running requests; return them with their tokens so far and finish reason "abort"."""
+        """Stop running requests, and return them with their tokens so far and finish reason "abort"."""
 
     def sampled_so_far(self, request_id: str) -> tuple[list[int], list[float]] | None:
         """Return the tokens of the response of a running request, and their log-probabilities.
@@ -128,7 +128,7 @@ class SteppedEngine(ABC):
 
     @abstractmethod
     def finish_loading(self, *, changed: bool) -> list[str]:
-        """Activate the loaded weights; return the engine parameters that received nothing.
+        """Activate the loaded weights, and return the engine parameters that received nothing.
 
         Args:
             changed: whether the weights may differ from the previous ones. Then no cached keys and values may be used
@@ -149,11 +149,11 @@ class SteppedEngine(ABC):
         """See `Engine.wake_up`."""
 
     def weights_not_finite(self) -> list[str]:
-        """Return the names of the weights that hold NaN or infinity; the default names none."""
+        """Return the names of the weights that hold NaN or infinity, or no names by default."""
         return []
 
     def take_load(self) -> EngineLoad | None:
-        """Return the load since the last call; the default knows none."""
+        """Return the load since the last call, or no load by default."""
         return None
 
     def decode(self, token_ids: list[int]) -> str | None:
@@ -182,7 +182,7 @@ class SteppedEngine(ABC):
         self._answer(self.remove_requests([id_ for id_ in request_ids if id_ in self._running]))
 
     async def responses_so_far(self, request_ids: Collection[str]) -> dict[str, ResponseSoFar]:
-        """See `Engine`; it reads the state between two steps."""
+        """See `Engine`. The state is read between two steps."""
         self._busy_at, found = time.monotonic(), {}
         for request_id in self._running.keys() & set(request_ids):
             sampled = self.sampled_so_far(request_id)
@@ -233,7 +233,7 @@ class SteppedEngine(ABC):
             await asyncio.sleep(0)
 
     def _checked_step(self) -> list[Finished]:
-        """Call `step`; if scores are not finite, check the weights."""
+        """Call `step`, and check the weights if scores are not finite."""
         try:
             return self.step()
         except NonFiniteError as error:

@@ -71,7 +71,7 @@ class GenerationWorker:
         return self._rank
 
     async def submit(self, requests: list[tuple[str, GenerationRequest]]) -> None:
-        """Pass requests to the engine; `collect` returns their results, including those of refused requests."""
+        """Pass requests to the engine, whose results, also of refused requests, `collect` returns."""
         for request_id, request in requests:
             refusal = self._refusal(request)
             if refusal is not None:
@@ -82,17 +82,17 @@ class GenerationWorker:
             answer.add_done_callback(partial(self._note, request_id))
 
     def _refusal(self, request: GenerationRequest) -> str | None:
-        """Return why the engine gets a request not at all; None if it gets it."""
+        """Return why the engine does not get a request, or None if it does."""
         if request.sampling.grammar is not None and self._grammar_refusal is not None:
             return self._grammar_refusal
         return self._accepted.refusal(request.row_inputs) if request.row_inputs else None
 
     async def abort(self, request_ids: list[str]) -> None:
-        """End requests; `collect` returns the running ones with their tokens so far."""
+        """End requests, so that `collect` returns the running ones with their tokens so far."""
         await self._engine.abort(request_ids)
 
     async def responses_so_far(self, request_ids: list[str]) -> dict[str, ResponseSoFar]:
-        """Return the tokens sampled so far for those of the requests that run, and continue them.
+        """Return the tokens sampled so far for the running requests, and continue them.
 
         An engine that cannot tell is taken to have sampled none.
         """
@@ -113,7 +113,7 @@ class GenerationWorker:
         self._has_news.set()
 
     async def collect(self, poll_s: float = COLLECT_POLL_S) -> Collected:
-        """Return the results finished since the last call; wait for one up to `poll_s` seconds, then return none.
+        """Return the results finished since the last call, or wait up to `poll_s` seconds for one, or return none.
 
         Also returns the load of the engine since the last call. A later call ends this one without results: the caller
         of this one may be a rollout runner that died.
@@ -137,7 +137,7 @@ class GenerationWorker:
         return Collected(results, self._take_load())
 
     async def begin_weight_update(self, spec: TransportSpec, version: int) -> None:
-        """Start to receive weights of `version` through the transport of `spec`; requests wait until the end."""
+        """Start to receive weights of `version` through the transport of `spec`, while requests wait until the end."""
         if self._receiver is None or self._receiver.spec != spec:
             if self._receiver is not None:
                 self._receiver.close()
@@ -146,7 +146,7 @@ class GenerationWorker:
         await self._engine.begin_weight_update()
 
     async def record_reads(self) -> None:
-        """Record what the engine reads of the tensors of the next update; engines that cannot do nothing."""
+        """Record what the engine reads of the tensors of the next update, if the engine can."""
         if isinstance(self._engine, RecordsReads):
             self._engine.record_reads()
 
@@ -171,7 +171,7 @@ class GenerationWorker:
         return names
 
     async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
-        """Return a prompt's hidden states `[T, D]` after each decoder layer; see `algorithms.rollout.sync_setup`."""
+        """Return a prompt's hidden states `[T, D]` after each decoder layer (see `algorithms.rollout.sync_setup`)."""
         return await self._engine.layer_outputs(token_ids)
 
     async def sleep(self) -> None:

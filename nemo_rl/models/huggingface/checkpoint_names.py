@@ -1,4 +1,4 @@
-"""Convert weights between the model's names and shapes and those of checkpoints on the Hugging Face hub.
+"""Convert weights between the names and shapes of a model and of checkpoints on the Hugging Face hub.
 
 transformers renames and fuses some weights as it loads them (the experts of a mixture become one tensor) and undoes
 that in `save_pretrained`. Checkpoints and engines need the original names and shapes too, but one group of tensors at
@@ -112,7 +112,7 @@ class _OnlyViews(TorchDispatchMode):
     """Makes copies views, so that the strides of a result show where its elements come from."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return an alias instead of a copy; do other operations."""
+        """Return an alias instead of a copy, and do other operations."""
         if func is torch.ops.aten.clone.default:
             return torch.ops.aten.alias.default(args[0])
         return func(*args, **(kwargs or {}))
@@ -171,7 +171,7 @@ def groups_in_memory(
 
 
 def _block(source: Tensor, result: Tensor) -> Result | None:
-    """Return which block of a contiguous tensor another one is; None if it is none."""
+    """Return which block of a contiguous tensor another one is, or None if it is no block."""
     if StorageWeakRef(result.untyped_storage()) != StorageWeakRef(source.untyped_storage()):
         return None
     strides, position, starts = source.stride(), int(result.storage_offset()), []
@@ -195,7 +195,7 @@ def converts(hf: PreTrainedModel) -> bool:
 
 
 def _transforms(hf: PreTrainedModel) -> list[WeightTransform]:
-    """Return the rules with which the model was loaded, or else those of its architecture.
+    """Return the rules with which the model was loaded, or else the rules of its architecture.
 
     Only a load shows whether a prefix was dropped, so rules of the architecture add no prefix.
     """

@@ -37,12 +37,12 @@ class ExportCheck:
         return f"Largest difference of {self.num_values} log-probabilities: {self.max_difference:.3g}"
 
     def holds_for(self, dtype: str | None) -> bool:
-        """Return whether the difference is within the tolerance; True for 16-bit dtypes, which round the weights."""
+        """Return whether the difference is within the tolerance, or True for 16-bit dtypes, which round weights."""
         return dtype in ("bfloat16", "float16") or self.max_difference <= self.tolerance
 
 
 def is_classifier(config: PretrainedConfig) -> bool:
-    """Return whether a configuration is that of a sequence classifier, such as a reward model."""
+    """Return whether a configuration describes a sequence classifier, such as a reward model."""
     return any(name.endswith(_SCORING_SUFFIX) for name in config.architectures or ())
 
 

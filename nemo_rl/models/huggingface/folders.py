@@ -1,4 +1,4 @@
-"""Copy model folders, and read and write those of adapters (PEFT).
+"""Copy model folders, and read and write folders of adapters (PEFT).
 
 Copy model folders (safetensors, configuration and tokenizer), optionally in another dtype. No model is built.
 Invariant: the copy loads wherever the source does; config.json and the index describe the files correctly.
@@ -74,7 +74,7 @@ def require_empty(target: Path) -> None:
 
 
 def _convert(source: TensorFiles, target: Path, dtype: torch.dtype, stays: Callable[[str], bool]) -> Iterator[None]:
-    """Write the tensors of a file in another dtype, but for those that stay as they are; yield after each."""
+    """Write the tensors of a file, yielding after each, in another dtype except where `stays` keeps it."""
 
     def converted(name: str, tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() and not stays(name) else tensor
@@ -163,7 +163,7 @@ def adapter_scaling(folder: Path) -> float:
 def write_adapter(
     folder: Path, tensors: Mapping[str, Tensor], described: Mapping[str, Any], group: dist.ProcessGroup | None = None
 ) -> None:
-    """Write an adapter's folder; all ranks call this, rank 0 writes.
+    """Write an adapter's folder from rank 0, in a call of all ranks.
 
     Args:
         folder: created if it does not exist.

@@ -28,7 +28,7 @@ def body(hf: "PreTrainedModel") -> nn.Module:
 
 
 def parts_without_text(hf: "PreTrainedModel") -> list[nn.Module]:
-    """Return the parts of a model that read images or sound, such as a vision tower; none of a text model."""
+    """Return the parts of a model that read images or sound, such as a vision tower, or none for a text model."""
     whole, text = hf.base_model, body(hf)
     if hf.config.get_text_config() is hf.config or text is whole or text is hf:
         return []
@@ -45,7 +45,7 @@ def hidden_states(hf: "PreTrainedModel", model_inputs: dict[str, Any]) -> Tensor
 
 
 def decoder_layers(hf: "PreTrainedModel") -> list[nn.Module]:
-    """Return the repeated blocks of the decoder, in order; they are the units of sharding.
+    """Return the repeated blocks of the decoder, which are the units of sharding, in order.
 
     Raises:
         ConfigError: the architecture has no list of layers.

@@ -213,7 +213,7 @@ def require_text_model(config: PretrainedConfig, model_name: str, section: str =
 
 
 def _files_of(model_name: str) -> str:
-    """Return the folder of a model's files, downloaded if need be; the id of a model without safetensors."""
+    """Return the folder of a model's files, downloaded if need be, or the id of a model without safetensors."""
     folder = model_folder(model_name)
     has_weights = folder == Path(model_name).expanduser() or cached_folder(model_name) == folder
     return str(folder) if has_weights else model_name
@@ -255,7 +255,7 @@ def stays_float32_in_files(architecture: str | None, dtype: torch.dtype | None) 
 
 
 def _search_for(patterns: Iterable[str]) -> Callable[[str], bool]:
-    """Return whether a name is kept; transformers searches names for patterns (`build_glob_alternation`)."""
+    """Return whether a name is kept, searching for patterns as transformers does (`build_glob_alternation`)."""
     kept = re.compile("|".join([_BY_NAME, *(name.replace("*", ".*") for name in patterns)]))
     return lambda name: kept.search(name) is not None
 

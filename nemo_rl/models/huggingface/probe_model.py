@@ -123,7 +123,7 @@ def _overwrite_memory(model: PreTrainedModel) -> None:
 
 
 def smaller(config: PretrainedConfig) -> PretrainedConfig:
-    """Reduce the sizes of a configuration on which no head, group or mask depends; in place."""
+    """Reduce, in place, the sizes of a configuration on which no head, group or mask depends."""
     text: Any = config.get_text_config()
     hidden_size = getattr(text, "hidden_size", None)
     if isinstance(hidden_size, int) and hasattr(text, "initializer_range"):
@@ -203,7 +203,7 @@ def _describe(config: PretrainedConfig, kept: list[int], before: int) -> None:
 
 
 def _kind(layer: nn.Module) -> list[tuple[Any, ...]]:
-    """Describe what a layer computes: its modules, the shapes of their weights and their plain attributes."""
+    """Describe a layer by its modules, the shapes of their weights and their plain attributes."""
     return [
         (
             name,

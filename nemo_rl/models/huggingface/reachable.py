@@ -51,7 +51,7 @@ def check_reachable(key: str, name: str, file: str = MODEL_FILE) -> None:
 
 
 def _ask_hub(name: str, file: str) -> str | None:
-    """Return why a file of a repository cannot be downloaded; None if it can."""
+    """Return why a file of a repository cannot be downloaded, or None if it can."""
     seconds = float(os.environ.get(TIMEOUT_VARIABLE, _TIMEOUT_S))
     answer = [f"the hub at {constants.ENDPOINT} gave no answer in {seconds:g} s ({TIMEOUT_VARIABLE})"]
     found = threading.Event()

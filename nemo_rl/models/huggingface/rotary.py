@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def fix_rotary_frequencies(hf: PreTrainedModel, context: int) -> None:
-    """Choose the frequencies for all sequences of the run, in place; most models have only one choice.
+    """Choose the frequencies for all sequences of the run, in place, where most models have only one choice.
 
     Args:
         context: largest number of tokens of a sequence in the run.

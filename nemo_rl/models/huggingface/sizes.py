@@ -43,7 +43,7 @@ def head_size(text: Any) -> int:
 
 
 def longest_context(text: Any) -> int | None:
-    """Return the most tokens that a text model reads, as vLLM derives them; None if its configuration does not say.
+    """Return the most tokens that a text model reads, as vLLM derives them, or None if its configuration does not say.
 
     Source: `vllm.config.model._get_and_verify_max_len`. Layers of several kinds may have limits of their own (None).
     """
@@ -57,7 +57,7 @@ def longest_context(text: Any) -> int | None:
 
 
 def count_parameters(model_name: str) -> int | None:
-    """Count the elements of all tensors of a model folder, or of a hub model in the cache; None if unknown.
+    """Count the elements of all tensors of a model folder, or of a hub model in the cache, or return None if unknown.
 
     For a folder with a configuration but no weights, the parameters of the described model are counted.
     """
@@ -84,7 +84,7 @@ def parameters_of(config: "PretrainedConfig") -> int:
 
 
 def expert_parameters_of(config: "PretrainedConfig") -> int:
-    """Count those of its parameters that belong to experts among which tokens are divided."""
+    """Count the model's parameters that belong to experts among which tokens are divided."""
     return sum(prod(shape) for name, shape in parameter_shapes(config).items() if ".experts." in name)
 
 
@@ -151,7 +151,7 @@ _WITHOUT_ATTENTION = ("linear_attention", "conv", "moe")
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Return the dense bfloat16 TFLOP/s of a device; None if unknown."""
+    """Return the dense bfloat16 TFLOP/s of a device, or None if unknown."""
     name = device_name.replace("-", " ")
     if _PARTS_OF_GPUS.search(name):
         return None
@@ -183,7 +183,7 @@ class ModelFlops:
         return products
 
     def training(self, lengths: Mapping[int, int]) -> float:
-        """Return the operations of forward and backward pass; frozen weights need no gradients of their own.
+        """Return the operations of forward and backward pass, without gradients of frozen weights.
 
         With a frozen model the gradient of the first layer's input is counted too, although nothing needs it.
         """
@@ -238,7 +238,7 @@ def _active_experts(text: Any) -> int | None:
 
 
 def _multiplied(modules: Iterable[nn.Module], active: int | None) -> Iterator[float]:
-    """Yield the elements of each matrix that a token is multiplied with; of experts the active ones.
+    """Yield the elements of each matrix that a token is multiplied with, and of active experts only.
 
     A head that shares its weight with the embedding is a module of its own, so it is counted once, as a head.
     """
@@ -260,7 +260,7 @@ def _multiplied(modules: Iterable[nn.Module], active: int | None) -> Iterator[fl
 
 
 def _attention(text: Any) -> list[tuple[int, int | None, int]]:
-    """Return the width and the window of the layers with attention; layers of linear attention have none."""
+    """Return the width and the window of the layers with attention, but not of layers of linear attention."""
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     latent = getattr(text, "kv_lora_rank", None)
     query = text.qk_nope_head_dim + text.qk_rope_head_dim if latent else head

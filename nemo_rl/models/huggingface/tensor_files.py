@@ -52,7 +52,7 @@ MAX_FILE_BYTES = 5 * 1024**3
 
 
 class TensorFiles:
-    """Tensors of several files; see the module docstring.
+    """Tensors of several files, as the module docstring describes.
 
     Args:
         files: safetensors files; if several hold a name, the last one is used.
@@ -104,7 +104,7 @@ class TensorFiles:
         return self._slice(name)[block.slices if block is not None and block.shape else ...]
 
     def equal(self, name: str, other: str, rows: int = 1024) -> bool:
-        """Return whether two tensors have the same bits; `rows` rows of each are in memory at a time."""
+        """Return whether two tensors have the same bits, with `rows` rows of each in memory at a time."""
         ours, theirs = self.like(name), self.like(other)
         if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
             return False
@@ -129,7 +129,7 @@ def _slices_in(file: Path) -> dict[str, Any]:
 
 
 def indexed_files(folder: Path) -> dict[str, Path] | None:
-    """Return the file of each tensor as the index of a model folder says; None if its weights are in one file."""
+    """Return the file of each tensor by the index of a model folder, or None if its weights are in one file."""
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if (folder / SAFE_WEIGHTS_NAME).exists() or not index.exists():
         return None
@@ -137,7 +137,7 @@ def indexed_files(folder: Path) -> dict[str, Path] | None:
 
 
 def model_folder(model_name: str) -> Path:
-    """Return the folder of a model's files; a hub id is downloaded if it is not in the cache.
+    """Return the folder of a model's files, downloading a hub id that is not in the cache.
 
     Of the weights only those files are downloaded that `weight_files` names. Nothing is asked of the hub for a model
     that is in the cache, and of the processes that share a cache one asks.
@@ -162,7 +162,7 @@ def model_folder(model_name: str) -> Path:
 
 
 def cached_folder(hub_id: str) -> Path | None:
-    """Return the folder in the hub's cache with configuration, tokenizer and weights of a model; None if one lacks."""
+    """Return the hub cache's folder with configuration, tokenizer and weights of a model, or None without them."""
     try:
         found = [try_to_load_from_cache(hub_id, name) for name in (_TOKENIZER_CONFIG, CONFIG_NAME)]
     except HFValidationError:  # the name of a folder
@@ -197,7 +197,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _indexed(index: Path) -> set[str]:
-    """Return the files that an index names; none without an index."""
+    """Return the files that an index names, or none without an index."""
     return set(_weight_map(index).values()) if index.exists() else set()
 
 
@@ -241,7 +241,7 @@ def file_names(num_bytes: Mapping[str, int], max_bytes: int = MAX_FILE_BYTES) ->
 
 
 def write_file(file: Path, likes: Mapping[str, Tensor], tensors: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
-    """Write one safetensors file; yield after each tensor.
+    """Write one safetensors file, and yield after each tensor.
 
     Args:
         likes: shape and dtype of its tensors, in order.

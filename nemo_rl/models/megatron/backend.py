@@ -1,4 +1,4 @@
-"""The Megatron Core training backend on one rank; it combines the parts of this package.
+"""The Megatron Core training backend on one rank, which combines the parts of this package.
 
 Implements `models.training.interfaces.PolicyBackend`. `policy.workers.rank` builds it inside a Ray actor, tests build
 it in plain processes. The process group must exist before, and a process can hold one backend.
@@ -115,7 +115,7 @@ class MegatronBackend(TorchBackend):
         self._schedule = Schedule(self.chunks, scoring, self._division, watch, self._replay)
 
     def run(self, microbatches: Sequence[ModelInputs], forward_step: ForwardStep, *, backward: bool) -> None:
-        """See `PolicyBackend.run`; an update must follow each training pass before the next one.
+        """See `PolicyBackend.run`. An update must follow each training pass before the next one.
 
         Gradients are summed over ranks at the end of the pass; a second pass would sum them twice.
         """
@@ -138,14 +138,14 @@ class MegatronBackend(TorchBackend):
             yield
 
     def update_metrics(self) -> dict[str, float]:
-        """See `PolicyBackend.update_metrics`; of experts (load, replayed tokens), draft model and MTP layers."""
+        """See `PolicyBackend.update_metrics`. It covers experts (load, replayed tokens), draft model and MTP layers."""
         load = {} if self._load is None else self._load.end_update()
         draft = {} if self._draft is None else self._draft.end_passes()
         mtp = {} if self._mtp is None else self._mtp.end_update()
         return load | draft | mtp | ({} if self._replay is None else self._replay.counts.end_update())
 
     def clip_and_step(self) -> tuple[float, bool]:
-        """See `PolicyBackend.clip_and_step`; the update is dropped if the gradient is not finite."""
+        """See `PolicyBackend.clip_and_step`. The update is dropped if the gradient is not finite."""
         assert self.optimizer is not None, "this policy was made without an optimizer"
         self._has_gradients = False
         if self._memory_level > 1:
@@ -162,7 +162,7 @@ class MegatronBackend(TorchBackend):
         return norm, stepped
 
     def weights_here(self) -> dict[str, Tensor]:
-        """See `PolicyBackend.weights_here`; uses Megatron Core's names, chunks in order."""
+        """See `PolicyBackend.weights_here`. It uses Megatron Core's names, chunks in order."""
         from nemo_rl.models.megatron.model.build import unwrap
 
         self._optim.complete_weights(self.chunks)
@@ -174,7 +174,7 @@ class MegatronBackend(TorchBackend):
             self.scheduler.step(increment=1)
 
     def learning_rate(self) -> float:
-        """See `PolicyBackend.learning_rate`; 0 without an optimizer."""
+        """See `PolicyBackend.learning_rate`. It is 0 without an optimizer."""
         return self._optim.learning_rate(self.optimizer) if self.optimizer is not None else 0.0
 
     @override
@@ -224,7 +224,7 @@ class MegatronBackend(TorchBackend):
         return tensor.detach().to("cpu", copy=True)
 
     def prepared(self, paths: CheckpointPaths, keep: Keep) -> Iterator[Write]:
-        """See `TorchBackend.prepared`; with adapters also their files for other libraries."""
+        """See `TorchBackend.prepared`. With adapters it adds their files for other libraries."""
         from nemo_rl.models.megatron.checkpoints.run_state import prepared
         from nemo_rl.models.megatron.lora import save_adapter
 
@@ -274,7 +274,7 @@ class MegatronBackend(TorchBackend):
         return row.cpu()
 
     def move_optimizer_state(self, to_host: bool) -> None:
-        """See `PolicyBackend.move_optimizer_state`; gradient buffers are freed while the state is on the host."""
+        """See `PolicyBackend.move_optimizer_state`. It frees gradient buffers while the state is on the host."""
         if self._takes_turns and self.optimizer is not None and to_host != self._state_rests:
             for chunk in self.chunks:
                 if to_host:
@@ -306,7 +306,7 @@ class MegatronBackend(TorchBackend):
 
 
 def _model_config(config: PolicyConfig) -> PretrainedConfig:
-    """Load the model's configuration; for a reward model, that of a sequence classifier with one label."""
+    """Load the model's configuration, which for a reward model is a sequence classifier with one label."""
     model_folder(config.model_name)  # first: of the ranks of a machine, one asks the hub for files
     hf_config = load_model_config(config.model_name, config.hf_config_overrides)
     if config.reward_model_cfg.enabled:
@@ -319,7 +319,7 @@ def _model_config(config: PolicyConfig) -> PretrainedConfig:
 def _loaded_chunks(
     hf_config: PretrainedConfig, config: PolicyConfig, precision: torch.dtype, device: torch.device, seed: int
 ) -> list[Any]:
-    """Build this rank's virtual stages and load their weights from the files; collective."""
+    """Build this rank's virtual stages and load their weights from the files, in a collective call."""
     from nemo_rl.models.megatron.conversion.importer import load_huggingface
     from nemo_rl.models.megatron.model.build import build_chunks, require_packed_attention, uses_transformer_engine
     from nemo_rl.models.megatron.schedule import prepare

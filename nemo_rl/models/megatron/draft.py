@@ -23,7 +23,7 @@ from nemo_rl.models.megatron.parallel import ParallelGroups
 def draft_trainer(
     config: PolicyConfig, chunks: Sequence[Any], groups: ParallelGroups, device: torch.device, seed: int
 ) -> DraftTrainer:
-    """Build the draft model, its optimizer and its hooks on a model without stages; collective.
+    """Build the draft model, its optimizer and its hooks on a model without stages, in a collective call.
 
     Args:
         chunks: the rank's only chunk.
@@ -64,7 +64,7 @@ def draft_rows(inputs: RankInputs) -> DraftRows:
 
 
 def _optimizer(draft: DraftModel, wanted: MegatronOptimizerConfig) -> Optimizer:
-    """Build the optimizer that `policy.megatron_cfg.optimizer` describes; vectors have no weight decay."""
+    """Build the optimizer of `policy.megatron_cfg.optimizer`, without weight decay of vectors."""
     matrices = [parameter for parameter in draft.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in draft.parameters() if parameter.dim() < 2]
     groups = [

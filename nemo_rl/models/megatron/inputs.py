@@ -167,7 +167,7 @@ def _padded_bounds(bounds: Sequence[int], division: TokenDivision) -> list[int]:
 
 
 def _source_tokens(old: Sequence[int], new: Sequence[int]) -> Tensor:
-    """Return `[T]` int64, the index in the old row of each token of the new row; -1 for padding."""
+    """Return `[T]` int64, the index in the old row of each token of the new row, or -1 for padding."""
     source = torch.full((new[-1],), -1, dtype=torch.int64)
     for (start, stop), begin in zip(pairwise(old), new, strict=False):
         source[begin : begin + stop - start] = torch.arange(start, stop)
@@ -187,7 +187,7 @@ def _own_tokens(bounds: Sequence[int], division: TokenDivision) -> Tensor:
 
 
 def _moved(rows: Tensor, source_t: Tensor, padding: int = 0) -> Tensor:
-    """Return this rank's tokens `[b, t, ...]` of rows `[b, W, ...]`; those without a source are `padding`."""
+    """Return this rank's tokens `[b, t, ...]` of rows `[b, W, ...]`, with `padding` for tokens without a source."""
     moved = rows.index_select(1, source_t.clamp(min=0))
     is_new = (source_t < 0).view(1, -1, *[1] * (rows.dim() - 2))
     return moved.masked_fill(is_new, padding)
@@ -211,7 +211,7 @@ def _scored(positions_K: Tensor, width: int, rows: int, source_T: Tensor, own_t:
 
 
 def _further(positions_K: Tensor, width: int, bounds: Sequence[int], depth: int) -> Tensor:
-    """Return the positions `depth` tokens before those that are scored, in the same sequence."""
+    """Return the positions `depth` tokens before the scored positions, in the same sequence."""
     before_K = positions_K % width - _starts(bounds)[positions_K % width]
     return positions_K[before_K >= depth] - depth
 

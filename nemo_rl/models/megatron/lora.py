@@ -148,7 +148,7 @@ class Adapter:
 
 @cache
 def _adapted(linear: Any) -> type[nn.Module]:
-    """Return a class of linear layers with an adapter; `_adapt` changes a layer to this class."""
+    """Return a class of linear layers with an adapter, to which `_adapt` changes a layer."""
     if (parts := getattr(linear, "output_norm", None)) is not None:
         inner: Any = _adapted(parts[0])
         return with_output_norm(inner, parts[1])
@@ -187,7 +187,7 @@ def _adapted(linear: Any) -> type[nn.Module]:
 def apply_lora(
     chunks: Sequence[nn.Module], hf_config: PretrainedConfig, config: MegatronPeftConfig, seed: int
 ) -> list[str]:
-    """Freeze the chunks and put adapters on their linear layers, in place; call it before `optimizer.with_gradients`.
+    """Freeze the chunks and put adapters on their linear layers in place. Call this before `optimizer.with_gradients`.
 
     Args:
         chunks: the rank's virtual stages, unwrapped.
@@ -230,13 +230,13 @@ def linear_layers(rules: Rules) -> list[str]:
 
 
 def adapted_modules(chunks: Sequence[nn.Module]) -> dict[str, Any]:
-    """Return this rank's adapted layers by their names in the whole model; empty without LoRA."""
+    """Return this rank's adapted layers by their names in the whole model, or none without LoRA."""
     modules = (module for chunk in chunks for module in unwrap(chunk).modules())
     return {module.adapter.name: module for module in modules if isinstance(getattr(module, "adapter", None), Adapter)}
 
 
 def check_adapters_moved(chunks: Sequence[nn.Module]) -> None:
-    """Check after an update that every adapter changes its layer; collective.
+    """Check after an update that every adapter changes its layer, in a collective call.
 
     Raises:
         ConfigError: see `low_rank.require_moved`.
@@ -263,7 +263,7 @@ class MergedWeights:
         """Whether any merged weight so far differs from its base weight in that dtype."""
 
     def __call__(self, parameter: Tensor) -> Tensor:
-        """Return this rank's shard of a parameter; with an adapter a new tensor, `W + (alpha / dim) B A`."""
+        """Return this rank's shard of a parameter, or with an adapter the new tensor `W + (alpha / dim) B A`."""
         module = self._adapted.get(id(parameter))
         if module is None:
             return parameter.detach()
@@ -321,7 +321,7 @@ def save_adapter(
     weights_path: Path,
     keep: Keep = as_it_is,
 ) -> Write:
-    """Prepare to write the adapter; all ranks take part, rank 0 writes.
+    """Prepare to write the adapter, with all ranks taking part and rank 0 writing.
 
     Args:
         chunks: the rank's virtual stages, wrapped or not.
@@ -371,7 +371,7 @@ def _hub_layers(rule: Rule) -> list[str]:
 
 @torch.no_grad()
 def _hub_adapters(chunks: Sequence[nn.Module], rules: Rules, names: Sequence[str]) -> dict[str, Tensor]:
-    """Gather A and B of each hub layer to the CPU, as `<layer>.lora_A` and `<layer>.lora_B`; collective."""
+    """Gather each hub layer's `<layer>.lora_A` and `<layer>.lora_B` to the CPU, in a collective call."""
     modules = adapted_modules(chunks)
     held: dict[str, Tensor] = {}
     for name, module in modules.items():

@@ -105,7 +105,7 @@ def _check_dispatcher(mesh: Mesh, asked: MegatronConfig) -> Findings:
 
 
 def _check_pipeline(mesh: Mesh, asked: MegatronConfig) -> Findings:
-    """Check that all chunks have the same number of layers, except for those of the first and last stage."""
+    """Check that all chunks have the same number of layers, except chunks of the first and last stage."""
     pp, chunks = mesh.layout.pp, mesh.asked.size("virtual")
     ends = {key: count for key in (_FIRST, _LAST) if (count := getattr(asked, key)) is not None}
     written = [f"{key}={count}" for key, count in ends.items()] + ([mesh.name("virtual")] if chunks > 1 else [])
@@ -130,7 +130,7 @@ def _check_pipeline(mesh: Mesh, asked: MegatronConfig) -> Findings:
 
 
 def _fits(layers: int, stages: int, chunks: int, ends: dict[str, int]) -> bool:
-    """Return whether the layers without those of the first and last stage divide into equal chunks."""
+    """Return whether the layers, except layers of the first and last stage, divide into equal chunks."""
     if stages == 1:
         return not ends and chunks == 1
     rest, others = layers - sum(ends.values()), stages - len(ends)
@@ -182,7 +182,7 @@ class MeshPlace(RankMemory):
 
     @property
     def layers(self) -> list[int]:
-        """Decoder layers of the stage; the last one again for each multi-token-prediction layer, of equal size."""
+        """Decoder layers of the stage, plus the last one again for each multi-token-prediction layer of equal size."""
         own = list(stage_layers(len(self.trace.layers), self.layout.pp, self.policy.megatron_cfg)[self.stage])
         return own + own[-1:] * self._mtp_layers
 
@@ -224,7 +224,7 @@ class MeshPlace(RankMemory):
         return inside + sum(each.matrices / self.layout.tp + each.vectors for each in self.outside)
 
     def _part(self, layer: Parameters) -> float:
-        """Count a rank's elements of a layer; routers and the down projections of latent attention are not divided."""
+        """Count a rank's elements of a layer, with whole routers and down projections of latent attention."""
         latent, experts = getattr(self.model, "kv_lora_rank", None), self._count("n_routed_experts", "num_experts")
         width = latent + self.model.qk_rope_head_dim + (self.model.q_lora_rank or 0) if latent else 0
         whole = self.trace.hidden * (width + (experts if layer.experts else 0))
@@ -241,7 +241,7 @@ class MeshPlace(RankMemory):
 
     @property
     def _adapters(self) -> float:
-        """Upper bound on the elements of the stage's adapters, without division; routed experts have no adapters."""
+        """Upper bound on the elements of the stage's adapters, which are undivided and not on routed experts."""
         peft = self.policy.megatron_cfg.peft
         return self.trace.linears * peft.dim * len(self.layers) / len(self.trace.layers) if peft.enabled else 0.0
 
@@ -254,7 +254,7 @@ class MeshPlace(RankMemory):
 
     @property
     def _trained(self) -> tuple[float, float]:
-        """Numbers of elements with a gradient, outside of and in routed experts; with LoRA only those of adapters."""
+        """Numbers of elements with a gradient, outside of and in routed experts, or of adapters only with LoRA."""
         return (self._adapters, 0.0) if self.policy.megatron_cfg.peft.enabled else (self._dense, self._experts)
 
     @property
@@ -324,7 +324,7 @@ class MeshPlace(RankMemory):
         return (each.outside + each.into_blocks) / sharing + inside
 
     def _other_code(self, index: int) -> float:
-        """Return the bytes that Megatron Core's blocks keep in addition to those of transformers.
+        """Return the bytes that Megatron Core's blocks keep beyond the bytes of transformers' blocks.
 
         Values are a view of the product that also holds queries and keys, so the whole product is kept. On CPUs the
         output of attention is copied. In a gated feed-forward layer plain code keeps one more tensor of its width,

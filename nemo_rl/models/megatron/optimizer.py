@@ -162,7 +162,7 @@ def _last_step(wanted: MegatronSchedulerConfig) -> int:
 def clip_and_step(
     optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel]
 ) -> tuple[float, bool, list[str]]:
-    """Clip gradients, update the weights and set gradients to zero; collective.
+    """Clip gradients, update the weights and set gradients to zero, in a collective call.
 
     Calls the parts of Megatron Core's `step` separately, because `step` updates even if the norm is not finite.
 
@@ -189,7 +189,7 @@ def _gradients(chunks: Sequence[DistributedDataParallel]) -> dict[str, torch.Ten
 
 
 def _norm_of_mtp(optimizer: MegatronOptimizer) -> float:
-    """Return the norm of the gradients of detached multi-token-prediction layers; 0 if there are none. Collective."""
+    """Return the norm of gradients of detached multi-token-prediction layers, or 0, in a collective call."""
     squares = 0.0
     for part in parts_of(optimizer):
         if part.has_grad_norm_group(MTP_GRAD_NORM_GROUP):
@@ -199,7 +199,7 @@ def _norm_of_mtp(optimizer: MegatronOptimizer) -> float:
 
 
 def _clip(optimizer: MegatronOptimizer, norm: float, mtp_norm: float) -> None:
-    """Clip the gradients, those of detached multi-token-prediction layers by their own norm."""
+    """Clip the gradients, for detached multi-token-prediction layers by their own norm."""
     for part in parts_of(optimizer):
         if part.config.clip_grad <= 0:
             continue
@@ -259,7 +259,7 @@ def learning_rate(optimizer: MegatronOptimizer) -> float:
 
 
 def complete_weights(chunks: Sequence[Any]) -> None:
-    """Finish gathering the weights, which an update leaves to the next forward pass; call it before reading them."""
+    """Finish gathering the weights before they are read, as an update leaves this to the next forward pass."""
     for chunk in chunks:
         if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
             for bucket_group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:

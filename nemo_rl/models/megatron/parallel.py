@@ -38,7 +38,7 @@ _installed = False
 
 
 def replace_cuda() -> None:
-    """Prepare this process; does nothing on a machine with CUDA, or when called again.
+    """Prepare this process, or do nothing on a machine with CUDA or when called again.
 
     Raises:
         ConfigError: the installed release of megatron-core is not the tested one.
@@ -158,7 +158,7 @@ def _replace_random_state() -> None:
 
 
 def _replace_split_sizes() -> None:
-    """Convert the sizes of an exchange between experts to numbers; Megatron Core converts them on GPUs only."""
+    """Convert the sizes of an exchange between experts to numbers, as Megatron Core does on GPUs only."""
     dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

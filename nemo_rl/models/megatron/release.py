@@ -1,4 +1,4 @@
-"""Check that the tested release of megatron-core, and an extension of APEX, are installed; imports neither."""
+"""Check that the tested release of megatron-core, and an extension of APEX, are installed, importing neither."""
 
 import importlib.metadata
 
@@ -17,7 +17,7 @@ MISSING_FUSED_GRADIENTS = (
 
 
 def missing_megatron_core() -> str | None:
-    """Return a message if megatron-core, or its tested release, is not installed; None if it is."""
+    """Return a message if megatron-core, or its tested release, is not installed, or else None."""
     try:
         found = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:

@@ -27,7 +27,7 @@ from nemo_rl.utils.errors import ConfigError
 
 
 def routers(chunks: Sequence[Any], *, with_mtp: bool = False) -> list[TopKRouter]:
-    """Return the routers of this rank's layers, if asked with those for multi-token prediction."""
+    """Return the routers of this rank's layers, on request also of layers for multi-token prediction."""
     found = (module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter))
     return [router for router in found if with_mtp or not router.is_mtp_layer]
 
@@ -64,12 +64,12 @@ class ExpertLoad:
 
     @torch.no_grad()
     def _count(self, layer: int, router: Any, args: Any, output: tuple[Tensor, Tensor]) -> None:
-        """Count the choices of a router; `output` is weights and choices, both `[N, E]`."""
+        """Count the choices of a router, whose `output` is weights and choices, both `[N, E]`."""
         if self._real_N is not None:
             self._counts[layer] += (output[1].bool() & self._real_N[:, None]).sum(0)
 
     def end_update(self) -> dict[str, float]:
-        """Return `expert_routing.load_metrics` of the update, equal on all ranks; collective."""
+        """Return `expert_routing.load_metrics` of the update, equal on all ranks, in a collective call."""
         dist.all_reduce(self._counts)
         metrics = load_metrics(self._counts.cpu(), each_layer=self._each_layer)
         self._counts.zero_()
@@ -145,7 +145,7 @@ class _LayerReplay:
         group_topk: int | None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """Return `[N, k]` scores and experts; see Megatron Core's `RouterReplay`."""
+        """Return `[N, k]` scores and experts (see Megatron Core's `RouterReplay`)."""
         values, own = default_compute_topk(scores, topk, num_groups, group_topk)
         if self.experts is None:
             return values, own

@@ -43,7 +43,7 @@ def _finalize(chunks: list[Any], num_tokens: Tensor | None = None, **how: Any) -
 
 
 class StageLinks(P2PCommunicator):
-    """Messages between stages; their shapes are sent in the same way as the messages.
+    """Messages between stages, whose shapes are sent in the same way as the messages.
 
     Megatron Core sends shapes in a batch even if it sends messages one by one. With two interleaved stages the shapes
     of hidden states and of gradients would then be confused.
@@ -103,7 +103,7 @@ class Schedule:
         self._num_given = 0
 
     def run(self, microbatches: Sequence[RankInputs], forward_step: ForwardStep, *, backward: bool) -> None:
-        """See `PolicyBackend.run`; a training pass needs gradients of zero before it and an update after it."""
+        """See `PolicyBackend.run`. A training pass needs gradients of zero before it and an update after it."""
         for chunk in self._chunks:
             chunk.train(backward)
         filled, self._num_given = self._filled(microbatches), len(microbatches)
@@ -154,7 +154,7 @@ class Schedule:
         numbered: Iterator[tuple[int, RankInputs]],
         chunk: Any,
     ) -> tuple[Any, Callable[..., Any]]:
-        """Run one forward pass; Megatron Core's `forward_step_func`."""
+        """Run one forward pass, as Megatron Core's `forward_step_func`."""
         index, inputs = next(numbered)
         arguments = {**inputs.arguments, "output_processor": self._scoring, "output_processor_context": inputs}
         if self._balances:

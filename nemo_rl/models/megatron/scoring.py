@@ -141,7 +141,7 @@ class RowScorer:
         return self._of_all(first, context), self._of_all(second, context)
 
     def _hidden(self, hidden_states: Tensor, positions_k: Tensor, *, partial_gradient: bool) -> Tensor:
-        """Return `[k, D]` at some positions; the backward pass sums a divided head's gradients over its ranks."""
+        """Return `[k, D]` at some positions, with a divided head's gradients summed over its ranks."""
         if self._groups.sequence_parallel:
             hidden_states = all_gather(hidden_states, 0, self._groups.tp, partial_gradient=partial_gradient)
         hidden_kD = hidden_states.flatten(0, 1).index_select(0, positions_k)

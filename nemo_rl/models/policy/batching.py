@@ -81,7 +81,7 @@ def training_strategy(
 
 
 def logprob_strategy(config: PolicyConfig, micro_batch_size: int | None = None) -> MicrobatchStrategy:
-    """Choose how microbatches of log-prob passes are formed; arguments as for `training_strategy`."""
+    """Choose how microbatches of log-prob passes are formed, with the arguments of `training_strategy`."""
     size = config.logprob_batch_size
     packing, dynamic = config.sequence_packing, config.dynamic_batching
     tokens = packing.logprob_mb_tokens if packing.enabled else dynamic.logprob_mb_tokens
@@ -135,7 +135,7 @@ def shard_batch(
 
 
 def _with_prefixes(sharded: ShardedBatch, prefixes: Prefixes) -> ShardedBatch:
-    """Add what the rows of each microbatch share."""
+    """Add the prefixes that the rows of each microbatch share."""
     saved = 0
     for rows, microbatches in zip(sharded.data, sharded.plan.shards, strict=True):
         rows[SHARED_PREFIXES] = torch.cat([column_of(prefixes, microbatch) for microbatch in microbatches])

@@ -1,4 +1,4 @@
-"""The interface between a policy and the algorithms; `lm_policy.Policy` implements it."""
+"""The interface between a policy and the algorithms, which `lm_policy.Policy` implements."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -39,14 +39,14 @@ class ValueOutputSpec(TypedDict):
 
 
 class TopkLogitsOutputSpec(TypedDict):
-    """Result of `get_topk_logits`; position t holds the distribution after token t."""
+    """Result of `get_topk_logits`, with the distribution after token t at position t."""
 
     topk_logits: Tensor  # [B, T, k] float32, largest first, at temperature 1; 0 on padding
     topk_indices: Tensor  # [B, T, k] int64 token ids; 0 on padding
 
 
 class TrainResult(TypedDict):
-    """Result of one `train` call on U global batches; a batch without a counted token makes no optimizer update."""
+    """Result of one `train` call on U global batches, which updates nothing for a batch without a counted token."""
 
     loss: Tensor  # [U] float32, loss of each global batch; 0 without an update
     grad_norm: Tensor  # [U] float32, before clipping; 0 without an update and in eval mode
@@ -55,7 +55,7 @@ class TrainResult(TypedDict):
 
 
 class ScoringModel(Protocol):
-    """A model that scores rows, as stages see it; each method as in `lm_policy.Policy`."""
+    """A model that scores rows, as stages see it, with the methods of `lm_policy.Policy`."""
 
     def get_logprobs(self, data: BatchedDataDict[Any]) -> BatchedDataDict[LogprobOutputSpec]:
         """Score every token under the current weights."""
@@ -84,7 +84,7 @@ class PolicyInterface(ABC):
         gbs: int | Sequence[int] | None = None,
         mbs: int | None = None,
     ) -> TrainResult:
-        """Make one optimizer update per global batch of `gbs` rows, in order; a sequence has the rows of each."""
+        """Make one optimizer update per global batch, in order, with `gbs` rows (or one number of rows for each)."""
 
     @abstractmethod
     def get_logprobs(self, data: BatchedDataDict[Any]) -> BatchedDataDict[LogprobOutputSpec]:

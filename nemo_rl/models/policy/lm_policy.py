@@ -234,7 +234,7 @@ class Policy(PolicyInterface):
         return BatchedDataDict({"logprobs": self._score("get_logprobs", data)})
 
     def keep_logprobs(self, data: BatchedDataDict[Any], *, of_reference: bool = False) -> KeptScores:
-        """Score stored rows as `get_logprobs` or `get_reference_policy_logprobs`; the scores stay in the store."""
+        """Score stored rows as `get_logprobs` or `get_reference_policy_logprobs`, and leave the scores in the store."""
         return of_rows(*self._run_scoring("keep_logprobs", data, None, of_reference=of_reference))
 
     def layer_outputs(self, token_ids: list[int]) -> tuple[list[str], list[torch.Tensor]]:
@@ -247,7 +247,7 @@ class Policy(PolicyInterface):
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
-        """Score as `get_logprobs`, under the weights of `config.model_name`; returns `reference_logprobs [B, T]`.
+        """Score as `get_logprobs` under the weights of `config.model_name`, and return `reference_logprobs [B, T]`.
 
         Raises:
             ConfigError: the policy was made with `init_reference_model=False`.
@@ -263,7 +263,7 @@ class Policy(PolicyInterface):
         *,
         vocab_size: int | None = None,
     ) -> BatchedDataDict[TopkLogitsOutputSpec]:
-        """Return the k largest logits after every token, for distillation; without temperature and sampling filters.
+        """Return the k largest logits after every token, for distillation, without temperature and sampling filters.
 
         Args:
             data: `input_ids [B, T]` right padded, `input_lengths [B]`; any number of rows.
@@ -302,7 +302,7 @@ class Policy(PolicyInterface):
     def get_values(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
     ) -> BatchedDataDict[ValueOutputSpec]:
-        """Return what a scalar head says before each token: as `get_logprobs`, for a critic.
+        """Return the output of a critic's scalar head before each token, with the arguments of `get_logprobs`.
 
         Args:
             data: `input_ids [B, T]` right padded, `input_lengths [B]`, or stored rows; any number of rows.
@@ -326,7 +326,7 @@ class Policy(PolicyInterface):
         *,
         background: bool = False,
     ) -> None:
-        """Write a checkpoint; the training backend decides what its folders contain.
+        """Write a checkpoint, in folders whose content the training backend decides.
 
         Args:
             weights_path: new or empty folder, on storage that all ranks and this process see.
@@ -390,7 +390,7 @@ class Policy(PolicyInterface):
         self.ranks.everywhere("move_weights", "onloading the weights", to_host=False)
 
     def held(self) -> AbstractContextManager[None]:
-        """Keep other threads from calling the ranks, for a weight stream; one thread may nest it.
+        """Keep other threads from calling the ranks, for a weight stream that one thread may nest.
 
         Raises:
             DeadlineExceededError: another thread holds the policy for too long, see `RankCalls.held`.
@@ -398,13 +398,13 @@ class Policy(PolicyInterface):
         return self.ranks.held()
 
     def find_loss(self, *, silence_is_loss: bool) -> str | None:
-        """Return in one line why the ranks have to be replaced, or None; see `RayWorkerGroup.find_loss`."""
+        """Return in one line why the ranks have to be replaced, or None (see `RayWorkerGroup.find_loss`)."""
         return self.worker_group.find_loss(silence_is_loss=silence_is_loss)
 
     def restart(
         self, weights_path: str | PathLike[str] | None = None, optimizer_path: str | PathLike[str] | None = None
     ) -> None:
-        """Replace all ranks by new ones in the same places; they may be dead or hang.
+        """Replace all ranks, which may be dead or hang, by new ones in the same places.
 
         Afterwards this object is as its constructor leaves it, with `weight_version` 0. Running calls of other threads
         fail. Arguments and errors as in the constructor.
@@ -418,7 +418,7 @@ class Policy(PolicyInterface):
                 self._load_checkpoint(weights_path, optimizer_path)
 
     def shutdown(self) -> bool:
-        """Stop the ranks; return whether all of them stopped cleanly."""
+        """Stop the ranks, and return whether all of them stopped cleanly."""
         return self.worker_group.shutdown("shutdown", timeout=self._timeouts.shutdown_s)
 
     def _score(self, method: str, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> torch.Tensor:
@@ -435,7 +435,7 @@ class Policy(PolicyInterface):
     def _run_scoring(
         self, method: str, data: BatchedDataDict[Any], micro_batch_size: int | None, **common: Any
     ) -> tuple[ShardedBatch, list[Any]]:
-        """Score at least one row on all ranks; return the sharded batch, which restores the order, and the results."""
+        """Score at least one row on all ranks, and return the sharded batch (to restore the order) and the results."""
         strategy = logprob_strategy(self.config, micro_batch_size)
         sharded = self._shard(self._scoring_rows(method, data), strategy)
         if self.config.offload_optimizer_for_logprob:
@@ -450,7 +450,7 @@ class Policy(PolicyInterface):
         return shard_batch(rows, self.data_parallel_size, strategy, group_size, shares_prompts=self._shares_prompts)
 
     def _load_checkpoint(self, weights_path: str | PathLike[str], optimizer_path: str | PathLike[str] | None) -> None:
-        """Restore the ranks from a checkpoint; stop them if that fails, as the caller has no policy to shut down."""
+        """Restore the ranks from a checkpoint, or stop them if that fails, as the caller has no policy to shut down."""
         with ExitStack() as undo:
             undo.callback(self.worker_group.shutdown, force=True)
             self.ranks.everywhere(

@@ -51,7 +51,7 @@ _DESCRIPTION_S = 60.0
 
 
 class RankCalls:
-    """Calls methods of the ranks and waits for the results; if a rank raises or dies, the call raises its error.
+    """Calls methods of the ranks and waits for the results, and raises the error of a rank that raises or dies.
 
     Args:
         layout: which rows a rank gets, and whose results count.
@@ -68,7 +68,7 @@ class RankCalls:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep other threads from calling the ranks; the same thread may nest it.
+        """Keep other threads from calling the ranks, while the same thread may nest this.
 
         An update of several global batches may take long, but each of its calls has a deadline.
 
@@ -90,7 +90,7 @@ class RankCalls:
             self._turn.release()
 
     def with_rows(self, method: str, sharded: ShardedBatch, **common: Any) -> list[Any]:
-        """Call a method on every rank with the rows of its data-parallel rank; return results in that order."""
+        """Call a method on every rank with its data-parallel rank's rows, and return results in that order."""
         with self.held(), self._counted(method, sharded, is_counted=not common.get("eval_mode")):
             future = self._workers.run_all_workers_sharded_data(
                 method,
@@ -104,13 +104,13 @@ class RankCalls:
             return self._answers(future, f"policy {method}")
 
     def everywhere(self, method: str, phase: str, **kwargs: Any) -> list[Any]:
-        """Call a method on every rank with the same arguments; `phase` names the work in messages."""
+        """Call a method on every rank with the same arguments, and name the work in messages by `phase`."""
         with self.held():
             future = self._workers.run_all_workers_single_data(method, **kwargs)
             return self._answers(future, phase, self._timeouts.checkpoint_s)
 
     def _describe_passes(self) -> PassCosts:
-        """Return what passes over rows cost, as the first rank finds out; a failure is the answer's reason."""
+        """Return the costs of passes over rows from the first rank, or unknown costs with a failure as the reason."""
         try:
             call = self._workers.run_single_worker_single_data("describe_passes", 0)
             costs: PassCosts = ray.get(call, timeout=_DESCRIPTION_S)
@@ -159,7 +159,7 @@ def _warn_of_values(update: dict[str, float], rank: UpdateResult) -> None:
 
 
 def train_result(updates: list[dict[str, float]], loss_fn: AnyLossFunction) -> TrainResult:
-    """Build the result of all global batches; skipped ones are empty."""
+    """Build the result of all global batches, with empty entries for skipped ones."""
     made = [update for update in updates if update]
     num_skipped = len(updates) - len(made)
     none_made = {} if made else {"num_updates": 0.0}
@@ -179,7 +179,7 @@ def train_result(updates: list[dict[str, float]], loss_fn: AnyLossFunction) -> T
 
 
 def join_layers(of_stages: list[tuple[list[str], list[torch.Tensor]]]) -> tuple[list[str], list[torch.Tensor]]:
-    """Join the layers of all pipeline stages in the order of their numbers; a stage may hold several chunks."""
+    """Join the layers of all pipeline stages, also with several chunks each, in the order of their numbers."""
     layers = [pair for names, outputs in of_stages for pair in zip(names, outputs, strict=True)]
     if len(of_stages) > 1:
         # Imported here, because it imports torch.distributed.tensor and everything below it.

@@ -1,4 +1,4 @@
-"""Join what the ranks recorded of optimizer updates (`policy.workers.update_recorder`).
+"""Join the ranks' records of optimizer updates (`policy.workers.update_recorder`).
 
 Invariant: the result does not depend on how ranks divide tensors and rows, except `microbatch_losses` and `modules`,
 which belong to the microbatches of each rank.
@@ -76,7 +76,7 @@ def start_recording(policy: Policy, *, of_modules: bool) -> None:
 
 
 def take_records(policy: Policy) -> list[UpdateRecord]:
-    """Return what the ranks recorded since `start_recording`, one record for each update; recording stops.
+    """Stop the recording, and return what the ranks recorded since `start_recording`, one record for each update.
 
     Raises:
         DeadlineExceededError, WorkerDiedError: a rank does not answer.

@@ -46,7 +46,7 @@ class PolicyWeightStream:
         return len(self._workers.workers)
 
     def begin_weight_stream(self, lanes: list[Lane]) -> list[PendingCall]:
-        """Start a stream on all ranks; return the calls to wait for."""
+        """Start a stream on all ranks, and return the calls to wait for."""
         self._senders = [lane.sender for lane in lanes]
         calls = self._workers.run_all_workers_single_data("begin_weight_stream", lanes, self._dtype, self._encoding)
         return self._workers.pending_calls(calls)
@@ -63,7 +63,7 @@ class PolicyWeightStream:
         return [merge_buckets(list(of_lane)) for of_lane in zip(*of_ranks, strict=True)]
 
     def send_weight_bucket(self, bucket: Bucket) -> list[PendingCall]:
-        """Send a bucket through a sending transport; return the calls to wait for."""
+        """Send a bucket through a sending transport, and return the calls to wait for."""
         if bucket.handles:
             return []
         sender = self._senders[bucket.lane]

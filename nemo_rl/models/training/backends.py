@@ -82,15 +82,15 @@ class TrainingBackend(ABC):
         self.check(policy, num_ranks, section)
 
     def accepted_rows(self, policy: PolicyConfig) -> AcceptedRows:
-        """Return which rows the ranks accept; by default token ids only. `Policy` refuses the others."""
+        """Return which rows the ranks accept (by default token ids only), so that `Policy` refuses the others."""
         return AcceptedRows(type(self).__name__)
 
     def environment(self, policy: PolicyConfig) -> dict[str, str]:
-        """Return environment variables of the ranks; `env_vars` of the backend's section override them."""
+        """Return environment variables of the ranks, which `env_vars` of the backend's section override."""
         return {}
 
     def rank_memory(self) -> "type[RankMemory] | None":
-        """Return the class that predicts the memory of a rank; None, the default, if there is none."""
+        """Return the class that predicts the memory of a rank, or None, the default, if there is none."""
         return None
 
     def predict_memory(
@@ -147,7 +147,7 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def checkpoint_bytes(self, policy: PolicyConfig, checkpointing: CheckpointingConfig) -> int | None:
-        """Return the bytes that the first checkpoint needs at least on the disk; None if unknown."""
+        """Return the bytes that the first checkpoint needs at least on the disk, or None if unknown."""
 
     @abstractmethod
     def find_weights(self, path: Path) -> Path:
@@ -173,7 +173,7 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def verify_export(self, weights: Path, target: Path) -> "ExportCheck":
-        """Compare the outputs of an exported model with those of the checkpoint."""
+        """Compare the outputs of an exported model with the checkpoint's outputs."""
 
 
 BACKEND_CLASSES: Registry[TrainingBackend] = Registry("training backend", TrainingBackend, BACKENDS)
@@ -193,7 +193,7 @@ def training_backend(policy: PolicyConfig) -> TrainingBackend:
 
 
 def backend_of_checkpoint(path: Path, config_file: Path | None = None) -> TrainingBackend:
-    """Make the backend that wrote a checkpoint, named by the configuration in its step folder; DTensor without one.
+    """Make the backend that the configuration in a step folder names as its writer, or DTensor if it names none.
 
     Args:
         config_file: that configuration, if it is elsewhere.
@@ -287,7 +287,7 @@ class FolderBackend(TrainingBackend):
 
     @abstractmethod
     def write_model(self, weights: Path, target: Path, dtype: torch.dtype | None) -> None:
-        """Write the model of a checkpoint as a folder that `from_pretrained` loads; None keeps the dtype."""
+        """Write the model of a checkpoint as a folder that `from_pretrained` loads, with None to keep the dtype."""
 
     @abstractmethod
     def read_into(self, model: "PreTrainedModel", weights: Path) -> None:
@@ -365,7 +365,7 @@ class FolderBackend(TrainingBackend):
         logger.info("Exported %s to %s.", source, target)
 
     def verify_export(self, weights: Path, target: Path) -> "ExportCheck":
-        """See `TrainingBackend.verify_export`; compares in float32 on the CPU.
+        """See `TrainingBackend.verify_export`. It compares in float32 on the CPU.
 
         The checkpoint is read into a model with random weights, the exported folder by `from_pretrained`. The wait is
         shown on the console.

@@ -72,7 +72,7 @@ class ModelInputs:
         return [name for name in self.model_inputs if name not in TOKEN_ARGUMENTS]
 
     def scatter(self, values_K: Tensor) -> Tensor:
-        """Put per-token values at their places in `[b, T - 1]`, zeros elsewhere; differentiable.
+        """Put per-token values, with their gradients, at their places in `[b, T - 1]`, with zeros elsewhere.
 
         Args:
             values_K: `[K]`, or `[K, k]` for `[b, T - 1, k]`.
@@ -160,7 +160,7 @@ def build_topk_inputs(rows: BatchedDataDict[Any], top: TopK, layout: InputLayout
 
 
 def build_position_inputs(rows: BatchedDataDict[Any], layout: InputLayout, device: torch.device) -> ModelInputs:
-    """Lay out the rows of one microbatch for what the model gives after every real token, the last one included.
+    """Lay out the rows of one microbatch for the model's outputs after every real token, including the last.
 
     Args:
         rows: `input_ids [b, T]` right padded and `input_lengths [b]`, on the CPU.
@@ -186,7 +186,7 @@ def _scored_at(
     layout: InputLayout,
     device: torch.device,
 ) -> ModelInputs:
-    """Lay out rows whose tokens at the given rows and columns are scored; see `ModelInputs`."""
+    """Lay out rows whose tokens at the given rows and columns are scored (see `ModelInputs`)."""
     model_inputs, places, real = _lay_out(rows, layout)
     experts = None
     if ROUTED_EXPERTS in rows:
@@ -299,7 +299,7 @@ def _on(device: torch.device, model_inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _padded(input_ids: Tensor, lengths: Sequence[int], round_to: int) -> dict[str, Any]:
-    """Trim rows to the longest one, rounded up; columns beyond the data hold token 0."""
+    """Trim rows to the longest one, rounded up, with token 0 in columns beyond the data."""
     longest = round_up(max(lengths), round_to)
     trimmed = input_ids[:, :longest]
     missing = longest - trimmed.shape[1]
@@ -307,7 +307,7 @@ def _padded(input_ids: Tensor, lengths: Sequence[int], round_to: int) -> dict[st
 
 
 def _packed(input_ids: Tensor, lengths: Sequence[int], round_to: int) -> dict[str, Any]:
-    """Lay rows end to end; tokens added by rounding are a separate segment, which nothing attends to."""
+    """Lay rows end to end, with a separate segment, to which nothing attends, for tokens added by rounding."""
     segments = [row[:length] for row, length in zip(input_ids, lengths, strict=True)]
     filler = round_up(sum(lengths), round_to) - sum(lengths)
     if filler:

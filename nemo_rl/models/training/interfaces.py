@@ -144,7 +144,7 @@ class PolicyBackend(ABC):
         """Write the weights and, if `paths.optimizer` is set, the rest of the training state."""
 
     def stage_save(self, paths: CheckpointPaths) -> Callable[[], None]:
-        """Copy the state that `save` writes; return a function that writes it from another thread during training.
+        """Copy the state that `save` writes, and return a function that writes it from another thread during training.
 
         The default writes immediately.
         """

@@ -52,7 +52,7 @@ def select_layers(available: Sequence[str], targets: Sequence[str], excluded: Se
 
 
 def select_modules(available: Sequence[str], config: LoraConfig, section: str) -> list[str]:
-    """Return the layers that a section `lora_cfg` names, in model order; see `select_layers`."""
+    """Return the layers that a section `lora_cfg` names, in model order (see `select_layers`)."""
     targets = [] if config.match_all_linear else config.target_modules
     return select_layers(available, targets, config.exclude_modules, section)
 
@@ -85,7 +85,7 @@ def initial_a(dim: int, inputs: int, method: str, dtype: torch.dtype, generator:
 
 @torch.no_grad()
 def merged(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """Compute `W + scaling B A` in the dtype of W `[out, in]`, in at least float32; return a new tensor."""
+    """Compute `W + scaling B A` as a new tensor in the dtype of W `[out, in]`, in at least float32."""
     exact = torch.promote_types(weight.dtype, torch.float32)
     return torch.addmm(weight.to(exact), b.to(exact), a.to(exact), alpha=scaling).to(weight.dtype)
 
@@ -131,7 +131,7 @@ def require_moved(changed: Mapping[str, int], section: str) -> None:
 
 
 def require_on_some_rank(arrives: bool, device: torch.device, section: str) -> None:
-    """Check that an exported weight differed from the base on at least one rank; collective.
+    """Check that an exported weight differed from the base on at least one rank, in a collective call.
 
     Raises:
         WeightSyncError: it differed on no rank.

@@ -62,14 +62,14 @@ class Mesh:
         return f"Set {self.keys}.{self.asked.size_keys[axis]}=1."
 
     def count(self, *names: str) -> int | None:
-        """Return the first of these fields that the configuration has; None if it has none of them, or 0.
+        """Return the first of these fields that the configuration has with a number other than 0, or None.
 
         If a field has a number for each layer, the largest counts.
         """
         return next((max(values) for name in names if (values := self.numbers(name))), None)
 
     def numbers(self, name: str) -> list[int]:
-        """Return the distinct numbers of a field, which has one for each layer or one for all; empty without any."""
+        """Return the distinct numbers of a field, which has one per layer or one for all, or none if it has none."""
         try:
             value = getattr(self.model, name, None)
         except RuntimeError:  # transformers raises it if the field differs by layer
@@ -80,7 +80,7 @@ class Mesh:
 
     @property
     def experts(self) -> int | None:
-        """The routed experts of a layer; None for a dense model."""
+        """The routed experts of a layer, or None for a dense model."""
         return self.count(*_EXPERTS)
 
     @property
@@ -89,7 +89,7 @@ class Mesh:
         return self.count("num_hidden_layers") or 1
 
     def sizes(self, axis: str) -> list[int]:
-        """Return the sizes of an axis that fit the number of ranks if the other axes stay as they are."""
+        """Return the sizes of an axis that fit the number of ranks if the other axes do not change."""
         layout = self.layout
         if axis == "ep":
             most = layout.dp_shard * layout.cp * layout.tp // self.asked.size("etp")

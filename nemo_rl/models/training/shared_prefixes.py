@@ -62,7 +62,7 @@ class SharedPrefixes:
 
 
 class _Spread(torch.autograd.Function):
-    """Repeat scores; the gradients of one score are summed in the order of its places.
+    """Repeat scores, and sum the gradients of one score in the order of its places.
 
     The gradient of plain indexing adds them on a GPU in any order, so that updates differ in their last bits.
     """
@@ -82,7 +82,7 @@ class _Spread(torch.autograd.Function):
 
 
 def spread(scores_K: Tensor, score_N: Tensor) -> Tensor:
-    """Return the score of each place, `[N, ...]`; the gradient has the same bits each time.
+    """Return the score of each place, `[N, ...]`, with a gradient that has the same bits each time.
 
     Args:
         scores_K: `[K, ...]`, scores of tokens, some of which several rows share.

@@ -55,7 +55,7 @@ def _may_not_be_finite(tensor: Tensor) -> bool:
 
 
 def on_all_ranks(names: list[str]) -> list[str]:
-    """Return the names found on any rank, in the order of ranks; collective."""
+    """Return the names found on any rank, in the order of ranks, in a collective call."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return names
     found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
@@ -111,7 +111,7 @@ class Fingerprint:
         return math.sqrt(self.square_sum)
 
     def distance(self, other: "Fingerprint") -> float:
-        """Estimate the distance of two tensors, usually right within a factor of 2; 0 if the bits are equal.
+        """Estimate the distance of two tensors, usually right within a factor of 2, or 0 if the bits are equal.
 
         It is infinite if one of the tensors is not finite.
         """

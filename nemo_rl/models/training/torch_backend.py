@@ -141,7 +141,7 @@ class TorchBackend(PolicyBackend):
 
     @abstractmethod
     def prepared(self, paths: CheckpointPaths, keep: Keep) -> Iterator[Write]:
-        """Yield the writes of a checkpoint's parts; each part is prepared when the iterator reaches it."""
+        """Yield the writes of a checkpoint's parts, preparing each part only when it is reached."""
 
     @abstractmethod
     def staged(self, name: str, tensor: Tensor) -> Tensor:
@@ -230,7 +230,7 @@ def restore_rng_state(state: dict[str, Any]) -> None:
 
 
 def sampling_density(config: PolicyConfig) -> SamplingDensity:
-    """Return the density that `policy.generation` samples from; the plain softmax without that section."""
+    """Return the density that `policy.generation` samples from, or the plain softmax without that section."""
     generation = config.generation
     if generation is None:
         return SamplingDensity()

@@ -32,7 +32,7 @@ _NOT_FOUND = 127
 
 
 def main(plan_file: int, control: int) -> int:
-    """Run the program of a plan; return its exit status, 128 + n after signal n."""
+    """Run the program of a plan, and return its exit status, or 128 + n after signal n."""
     plan: Plan = marshal.loads(os.pread(plan_file, os.fstat(plan_file).st_size, 0))
     os.close(plan_file)
     try:
@@ -142,7 +142,7 @@ def _write(path: str, text: str) -> None:
 
 
 def _status_of(child: int) -> int:
-    """Wait for a child and return its status; take note of orphans that end before, which count as processes."""
+    """Wait for a child and return its status, and count orphans that end before it as processes."""
     while True:
         ended, status = os.wait()
         if ended == child:

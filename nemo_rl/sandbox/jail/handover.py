@@ -1,4 +1,4 @@
-"""Give the process outside what it needs of this sandbox: the scratch folder, and a socket that listens in it.
+"""Give the process outside the scratch folder of this sandbox, and a socket that listens in the sandbox.
 
 A descriptor keeps its folder and its namespace of networks whoever holds it: the process outside reads files that the
 program leaves, and accepts the connections that the program makes to the one port. Invariant: the program gets neither

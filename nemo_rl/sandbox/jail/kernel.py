@@ -29,7 +29,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def syscall(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None) -> int:
-    """Make a system call of `CALLS`; integers are passed as 64 bits.
+    """Make a system call of `CALLS`, with integers passed as 64 bits.
 
     Raises:
         OSError: The kernel refused; the message has the name of the call.

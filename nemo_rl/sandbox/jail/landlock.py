@@ -32,7 +32,7 @@ RESTRICTS_TRUNCATION = 3
 
 
 def version(newest: int | None) -> int:
-    """Return the version of the rules to apply; 0 where the kernel has no Landlock, or it is switched off.
+    """Return the version of the rules to apply, or 0 if the kernel has no Landlock or it is switched off.
 
     Args:
         newest: The newest version to apply; None for the kernel's.
@@ -47,7 +47,7 @@ def version(newest: int | None) -> int:
 def restrict(
     version: int, readable: Iterable[str], writable: Iterable[str], devices: Iterable[str], may_connect: bool
 ) -> None:
-    """Allow reading and executing some paths, everything below others, and nothing else; needs `no_new_privs`.
+    """Allow reading and executing some paths, everything below others, and nothing else (needs `no_new_privs`).
 
     Args:
         version: Version of the rules, at least 1.
@@ -72,7 +72,7 @@ def restrict(
 
 
 def _allow(ruleset: int, path: str, rights: int) -> None:
-    """Allow rights below a path; a path that does not exist needs none."""
+    """Allow rights below a path, unless the path does not exist."""
     try:
         place = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except FileNotFoundError:

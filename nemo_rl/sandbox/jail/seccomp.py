@@ -73,7 +73,7 @@ def is_supported() -> bool:
 
 
 def install(own_namespaces: bool, may_fork: bool, may_connect: bool, pid: int) -> None:
-    """Install the filter; needs `no_new_privs`.
+    """Install the filter (needs `no_new_privs`).
 
     Args:
         own_namespaces: Whether the program has namespaces of processes and mounts of its own. Otherwise it may signal
@@ -90,7 +90,7 @@ def install(own_namespaces: bool, may_fork: bool, may_connect: bool, pid: int) -
 
 
 def program(own_namespaces: bool, may_fork: bool, may_connect: bool, pid: int) -> list[Instruction]:
-    """Return the filter's instructions; the arguments are those of `install`."""
+    """Return the filter's instructions, from the arguments of `install`."""
     column = list(_ARCHITECTURES).index(MACHINE)
     rules = _rules(own_namespaces, may_fork, pid)
     refused = {
@@ -134,7 +134,7 @@ def _rules(own_namespaces: bool, may_fork: bool, pid: int) -> dict[str, list[Ins
 
 
 def _clone(needed: int) -> list[Instruction]:
-    """Allow no new namespaces; `needed` is a flag that has to be set, or 0."""
+    """Allow no new namespaces, and require the flag `needed` unless it is 0."""
     allowed = [(_EQUAL, 0, 1, needed), (_RETURN, 0, 0, _ALLOW)]
     return [*_load(0, _CLONE_NEW | needed), *allowed, _refuse()]
 
@@ -150,7 +150,7 @@ def _only(argument: int, values: Iterable[int]) -> list[Instruction]:
 
 
 def _each(values: Iterable[int], action: int) -> list[Instruction]:
-    """Compare what is loaded with some values, and act where one is equal."""
+    """Compare the loaded value with some values, and act if one is equal."""
     return [one for value in values for one in ((_EQUAL, 0, 1, value), (_RETURN, 0, 0, action))]
 
 

@@ -40,7 +40,7 @@ def enter(readable: Iterable[str], devices: Iterable[str], scratch: str) -> None
 
 
 def mount_scratch(scratch: str, num_bytes: int, num_files: int) -> None:
-    """Mount an empty folder in memory that every user may write to; it is gone when its last process is."""
+    """Mount an empty folder in memory that every user may write to and that disappears with its last process."""
     mount("scratch", scratch, "tmpfs", _NOSUID | _NODEV, f"size={num_bytes},nr_inodes={num_files},mode=777")
 
 

@@ -21,7 +21,7 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class JsonlLogger(LoggerInterface):
-    """Appends metrics to `metrics.jsonl`; each line is written completely or not at all."""
+    """Appends metrics to `metrics.jsonl` in lines that are written completely or not at all."""
 
     def __init__(self, log_dir: str | Path):
         self._file = (Path(log_dir) / METRICS_FILE).open("ab", buffering=0)
@@ -51,7 +51,7 @@ class JsonlLogger(LoggerInterface):
 
 
 def to_line(row: Mapping[str, Any]) -> str:
-    """Format a row as one strict JSON line; tensors and arrays become lists."""
+    """Format a row as one strict JSON line, with tensors and arrays as lists."""
     return json.dumps(_plain(row), ensure_ascii=False, allow_nan=False)
 
 

@@ -107,7 +107,7 @@ class _Newest(Collector):
         self._of_whole: dict[str, frozenset[tuple[str, Labels]]] = {}
 
     def add(self, values: Mapping[tuple[str, Labels], float], *, whole: str | None = None) -> None:
-        """Take the values of a group of metrics; those of a `whole` group replace all earlier ones of it."""
+        """Take the values of a group of metrics, and let a `whole` group replace all its earlier values."""
         with self._guard:
             if whole is not None:
                 for gone in self._of_whole.get(whole, frozenset()) - values.keys():
@@ -116,7 +116,7 @@ class _Newest(Collector):
             self._values |= values
 
     def collect(self) -> Iterator[Metric]:
-        """Yield one family for each name; its samples may differ in their labels."""
+        """Yield one family for each name, with samples that may differ in their labels."""
         with self._guard:
             values = dict(self._values)
         families: dict[str, Metric] = {}

@@ -24,12 +24,12 @@ class TensorboardLogger(LoggerInterface):
     def log_metrics(
         self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
-        """See `LoggerInterface.log_metrics`; values that are not numbers are omitted."""
+        """See `LoggerInterface.log_metrics`. Values that are not numbers are omitted."""
         for name, value in to_scalars(metrics).items():
             self._writer.add_scalar(full_name(prefix, name), value, step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """See `LoggerInterface.log_hyperparams`; written as a text page."""
+        """Write hyperparameters as a text page (see `LoggerInterface.log_hyperparams`)."""
         lines = [f"    {name}: {value}" for name, value in flatten_dict(params, expand_lists=False).items()]
         self._writer.add_text("config", "\n".join(lines), 0)
 

@@ -43,12 +43,12 @@ class LoggerInterface(ABC):
         """Log the run's configuration, a nested mapping."""
 
     def close(self) -> None:
-        """Write pending output; do nothing by default."""
+        """Write pending output, or do nothing by default."""
         return None
 
 
 class RunTracker(LoggerInterface):
-    """Logs to the run object of a tracker whose steps are those of training; `__init__` sets the object."""
+    """Logs to a tracker's run object, which `__init__` sets and whose steps are those of training."""
 
     _run: Any
 
@@ -70,7 +70,7 @@ def full_name(prefix: str | None, name: str) -> str:
 
 
 def to_scalars(metrics: Metrics) -> dict[str, float]:
-    """Return the metrics that are single numbers, as floats; NaN and infinities are unchanged."""
+    """Return the metrics that are single numbers, as floats, including NaN and infinities."""
     scalars = {}
     for name, value in metrics.items():
         if hasattr(value, "item"):

@@ -15,7 +15,7 @@ from nemo_rl.utils.log_backends.tracker import RunTracker, flatten_dict
 
 
 class TrackioLogger(RunTracker):
-    """Logs to one Trackio run; `TRACKIO_DIR=<folder> trackio show` shows it.
+    """Logs to one Trackio run, which `TRACKIO_DIR=<folder> trackio show` shows.
 
     Args:
         log_dir: folder of the run's database, unless TRACKIO_DIR names another.

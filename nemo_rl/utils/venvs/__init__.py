@@ -67,7 +67,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_py_executable(text: str) -> VenvConfig | None:
-    """Parse one of `PY_EXECUTABLES` or a similar text into an environment; None means the driver's.
+    """Parse one of `PY_EXECUTABLES` or a similar text into an environment, or None for the driver's.
 
     Args:
         text: path of an interpreter, or `uv run` with --extra EXTRA and --with REQUIREMENT, both repeatable.
@@ -119,7 +119,7 @@ def create_local_venv(
     folder: Path | None = None,
     timeout_s: float = 1800.0,
 ) -> str:
-    """Return the interpreter of an environment on this node; make the environment if none has the same inputs.
+    """Return the interpreter of an environment on this node, made first if none has the same inputs.
 
     If several processes request the same environment, one makes it and the others wait.
 
@@ -163,7 +163,7 @@ def create_local_venv(
 
 
 def _usable(folder: Path) -> Path:
-    """Create the folder of the environments; in a place that all users share it must be private.
+    """Create the folder of the environments, which must be private in a place that all users share.
 
     Others can guess its path and the names in it, and workers run the interpreters that it holds.
     """
@@ -184,7 +184,7 @@ def _is_there(final: Path, newer_than: float) -> bool:
 
 
 def _reason(folder: Path, name: str, found: Mapping[str, str]) -> str:
-    """Explain why an environment is made: what has changed since the last one of its name."""
+    """Explain why an environment is made, by the changes since the last environment of its name."""
     stamps = sorted(folder.glob(f"{name}-*/{_STAMP}"), key=lambda stamp: stamp.stat().st_mtime)
     if not stamps:
         return "there is none yet"
@@ -212,7 +212,7 @@ def _make(final: Path, name: str, wanted: VenvConfig, found: Mapping[str, str], 
 
 @contextmanager
 def _locked(file: Path, uv: Uv) -> Iterator[None]:
-    """Hold a lock among threads and processes; the kernel releases it when the process ends."""
+    """Hold a lock among threads and processes, which the kernel releases when the process ends."""
     with file.open("a") as opened:
         while True:
             try:

@@ -56,7 +56,7 @@ def digest(found: Mapping[str, str]) -> str:
 
 
 def requirements_digest(project: Path) -> str:
-    """Return a hash of the parts of a pyproject.toml that decide what is resolved."""
+    """Return a hash of the parts of a pyproject.toml that decide the resolved versions."""
     content = tomllib.loads(project.read_text())
     parts = [content["project"].get(key) for key in _REQUIREMENTS]
     return _hash(json.dumps([*parts, content.get("tool", {}).get("uv")], sort_keys=True).encode())
@@ -91,7 +91,7 @@ def driver_sites() -> list[str]:
 
 
 def packages_in(folders: Iterable[str | Path]) -> dict[str, str]:
-    """Return the version of each package by its normalized name; the first folder that has it counts."""
+    """Return the version of each package by its normalized name, from the first folder that has the package."""
     versions: dict[str, str] = {}
     for found in importlib.metadata.distributions(path=[str(folder) for folder in folders]):
         versions.setdefault(normal_name(found.name), found.version)
@@ -104,7 +104,7 @@ def normal_name(name: str) -> str:
 
 
 def _content(package: Path) -> str:
-    """Hash a wheel or folder, so that a change in it makes another environment; empty for a package name."""
+    """Hash a wheel or folder, so that a change makes another environment, or return "" for a package name."""
     if not package.is_absolute():
         return ""
     files = [package] if package.is_file() else sorted(_sources(package))
@@ -190,7 +190,7 @@ class Uv:
 
 
 def build_venv(folder: Path, wanted: VenvConfig, uv: Uv) -> None:
-    """Make an environment in a new folder that may be moved afterwards; a failure leaves the folder as it is.
+    """Make an environment in a new folder that may be moved afterwards, and leave the folder unchanged on failure.
 
     Raises:
         ConfigError: there is no such extra.
@@ -240,7 +240,7 @@ def check_interpreter(command: Sequence[str]) -> None:
 
 
 def update_lock(uv: Uv) -> None:
-    """Update the project's lock if it is missing or older than its requirements; otherwise use no network."""
+    """Update the project's lock, if it is missing or older than its requirements, or else use no network."""
     uv.run("lock", "--project", str(project_file().parent), "--python", sys.executable)
 
 
@@ -257,7 +257,7 @@ def _sync(folder: Path, extras: Sequence[str], uv: Uv) -> None:
 
 
 def _add(python: Path, own: Path, packages: Sequence[str], present: Mapping[str, str], uv: Uv) -> None:
-    """Install packages and their missing dependencies; packages in `present` are not changed."""
+    """Install packages and their missing dependencies without changing packages in `present`."""
     named = {_name_of(package) for package in packages}
     excludes = python.parent.with_name("present.txt")
     excludes.write_text("".join(f"{name}\n" for name in present if name not in named))

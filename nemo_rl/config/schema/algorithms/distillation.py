@@ -73,7 +73,7 @@ class DistillationLossConfig(NamedPartConfig):
 
 
 class TeacherConfig(SecondModelConfig):
-    """The model that scores the student's answers; what it only shares with `policy` follows it."""
+    """The model that scores the student's answers, with unset shared keys taken from `policy`."""
 
     trains: ClassVar[bool] = False
     place: ClassVar[str] = "teacher"

@@ -24,7 +24,7 @@ _PER_TURN = OnlyWith("credit", ("turn_returns", "turn_rewards"))
 
 
 class AdvantageEstimatorConfig(NamedPartConfig):
-    """The formula that turns a group's rewards into advantages; its other keys are for built-in names."""
+    """The formula that turns a group's rewards into advantages, with further keys for built-in names."""
 
     name: AdvantageEstimatorName = "grpo"
     """Advantage formula; dr_grpo and rloo set the two switches below themselves; or the dotted path of a class."""

@@ -79,7 +79,7 @@ class OverlapConfig(Section):
 
 
 class AsyncGRPOConfig(Section):
-    """NeMo RL's section for overlap; the same as `overlap` with `mode=ahead` and `order=in_order`."""
+    """NeMo RL's section for overlap, the same as `overlap` with `mode=ahead` and `order=in_order`."""
 
     enabled: bool = False
     """Sample for later steps while the policy trains."""
@@ -166,7 +166,7 @@ class AsyncRLRolloutFailureConfig(Section):
 
 
 class AsyncRLConfig(Section):
-    """NeMo RL's newer section for overlap; running answers always continue with new weights."""
+    """NeMo RL's newer section for overlap, with which running answers always continue with new weights."""
 
     later: ClassVar[dict[str, str]] = {
         "generation_router": "a router in front of the engines",

@@ -23,7 +23,7 @@ class PPOAdvantageConfig(Section):
 
     @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
-        """Report each lambda that another key replaces, and those of the policy where it has none."""
+        """Report each lambda that another key replaces, and the policy's keys where the policy has no lambda."""
         is_raw, alpha = values.get("name") == "raw_reward", values.get("length_adaptive_alpha")
         own_policy, own_value = (values.get(f"gae_lambda_{model}") is not None for model in ("policy", "value"))
         no_lambda = "name=raw_reward has no lambda of the policy"
@@ -59,7 +59,7 @@ class PPOAdvantageConfig(Section):
 
 
 class AsyncPPOConfig(AsyncGRPOConfig):
-    """NeMo RL's section for overlap; the same as `overlap` with `mode=ahead` and `order=in_order`."""
+    """NeMo RL's section for overlap, the same as `overlap` with `mode=ahead` and `order=in_order`."""
 
     ignored: ClassVar[dict[str, str]] = {
         "warmup_generation_lead_steps": "max_trajectory_age_steps is the lead of sampling in all steps; while only the "
@@ -100,7 +100,7 @@ class ValueHeadConfig(RewardModelConfig):
 
 
 class ValueConfig(SecondModelConfig):
-    """The critic, which predicts the rewards that follow; what it shares with `policy` follows it."""
+    """The critic, which predicts the rewards that follow, with unset shared keys taken from `policy`."""
 
     place: ClassVar[str] = "value"
 

@@ -54,7 +54,7 @@ class RewardPenaltyConfig(Section):
 
     @property
     def ids(self) -> RewardPenaltyTokenIdsConfig:
-        """The section `token_ids`, with all keys null where it is null."""
+        """The section `token_ids`, or a section whose keys are all null."""
         return self.token_ids or RewardPenaltyTokenIdsConfig()
 
     @property
@@ -70,7 +70,7 @@ class RewardPenaltyConfig(Section):
 
 
 class EffortLevelConfig(Section):
-    """One level. Each prompt has one, drawn from (seed, phase, row); all answers to it have the same."""
+    """One level. Each prompt has one for all its answers, drawn from (seed, phase, row)."""
 
     weight: Factor = 1.0
     """Share of the prompts with this level, relative to the weights of the others."""
@@ -88,5 +88,5 @@ class EffortLevelConfig(Section):
 
     @property
     def is_plain(self) -> bool:
-        """True if the level leaves the prompt as it is."""
+        """True if the level does not change the prompt."""
         return self.system_prompt is None and not self.chat_template_kwargs

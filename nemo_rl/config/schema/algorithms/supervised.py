@@ -63,7 +63,7 @@ class PairDynamicBatchingConfig(DynamicBatchingConfig):
 
 
 class PairSequencePackingConfig(SequencePackingConfig):
-    """Several pairs end to end in one row; both answers of a pair are in the same row."""
+    """Several pairs end to end in one row, which holds both answers of each pair."""
 
     train_mb_tokens: Tokens = derived(_PAIR_TRAIN_TOKENS)
     """Tokens of one packed row of pairs in training."""
@@ -72,7 +72,7 @@ class PairSequencePackingConfig(SequencePackingConfig):
 
 
 class PairPolicyConfig(SupervisedPolicyConfig):
-    """The model that is trained on pairs of answers; its batch sizes count pairs."""
+    """The model that is trained on pairs of answers, with batch sizes that count pairs."""
 
     train_global_batch_size: Count = 128
     """Pairs of one optimizer update."""
@@ -178,7 +178,7 @@ class ScoringModelConfig(RewardModelConfig):
 
 
 class RMPolicyConfig(PairPolicyConfig):
-    """The model that learns to score answers; its batch sizes count pairs."""
+    """The model that learns to score answers, with batch sizes that count pairs."""
 
     reward_model_cfg: ScoringModelConfig = Field(default_factory=ScoringModelConfig)
     """The scalar head; must stay enabled."""

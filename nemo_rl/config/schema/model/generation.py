@@ -194,7 +194,7 @@ class ServingChatConfig(Section):
 
 
 class VllmConfig(Section):
-    """Keys that only vLLM reads; the keys of `engine` may be written here too."""
+    """Keys that only vLLM reads. The keys of `engine` may be written here too."""
 
     later: ClassVar[dict[str, str]] = {
         "http_refit_api_key_env_var": "weight transfer over HTTP",
@@ -265,7 +265,7 @@ class VllmConfig(Section):
 
 
 class McoreGenerationConfig(Section):
-    """Section of NeMo RL for Megatron Core's engine; only one key of it has an effect, all others are in `engine`."""
+    """NeMo RL's section for Megatron Core's engine, with one effective key, as all other keys are in `engine`."""
 
     later: ClassVar[dict[str, str]] = {
         "expose_http_server": "an HTTP server on the engines",
@@ -372,7 +372,7 @@ class GenerationConfig(Section):
 
     @property
     def greedy_choice(self) -> str | None:
-        """The setting that makes all answers to a prompt the same; None where answers differ."""
+        """The setting that makes all answers to a prompt the same, or None where answers differ."""
         if self.temperature == 0:
             return "temperature=0"
         return "top_k=1" if self.top_k == 1 else None

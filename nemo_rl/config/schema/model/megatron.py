@@ -149,7 +149,7 @@ class MegatronPeftConfig(AdapterConfig):
 
 
 class MegatronFp8Config(Section):
-    """Matrix products of training in float8, with Transformer Engine on GPUs; weights and gradients stay as they are.
+    """Training with float8 matrix products, by Transformer Engine on GPUs, but with unchanged weights and gradients.
 
     Lengths of rows are padded to a multiple of what the recipe's kernels accept.
     """
@@ -168,7 +168,7 @@ class MegatronFp8Config(Section):
 
 
 class MegatronCheckpointConfig(Section):
-    """Writing of checkpoints; the section `checkpointing` sets when and where."""
+    """Writing of checkpoints, at the times and places that the section `checkpointing` sets."""
 
     ignored: ClassVar[dict[str, str]] = dict.fromkeys(
         (

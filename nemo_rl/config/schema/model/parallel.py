@@ -279,7 +279,7 @@ _ANOTHER_NAME = {"modified_ffd": "modified_first_fit_decreasing"}
 
 
 class SequencePackingConfig(Section):
-    """Several sequences end to end in one row; attention never crosses a boundary."""
+    """Several sequences end to end in one row, without attention across their boundaries."""
 
     ignored: ClassVar[dict[str, str]] = {"fuse_loss": "the loss of a packed row is always one call"}
 

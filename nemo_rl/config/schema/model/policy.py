@@ -86,7 +86,7 @@ class OwnDevicesConfig(Section):
 
 
 class PlacementConfig(Section):
-    """Devices of a model: its own, or those of another model."""
+    """Devices of a model: its own, or another model's."""
 
     enabled: bool = True
     """The two models take turns on the same devices."""
@@ -97,7 +97,7 @@ class PlacementConfig(Section):
 
     @property
     def shares_with(self) -> str | None:
-        """Name of the model whose devices are shared; None: the model has its own."""
+        """Name of the model whose devices are shared, or None if the model has its own."""
         return self.with_model if self.enabled else None
 
 
@@ -219,12 +219,12 @@ class PolicyConfig(Section):
 
     @property
     def placement(self) -> PlacementConfig:
-        """The model's devices: those of the policy, unless its section names others."""
+        """The model's devices, which are the policy's unless its section names others."""
         return PlacementConfig()
 
     @property
     def sampling(self) -> GenerationConfig:
-        """The section `generation` of a policy that samples; the checks of such runs refuse null."""
+        """The section `generation` of a policy that samples, which the checks of such runs require."""
         assert self.generation is not None, "the policy does not sample"
         return self.generation
 

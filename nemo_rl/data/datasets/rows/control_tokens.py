@@ -103,7 +103,7 @@ class _Search:
 
 
 def _candidates(rows: Any, search: _Search) -> np.ndarray | None:
-    """Return [rows] bool: whether a row may hold one of the tokens; None if a search would have to make the rows."""
+    """Return [rows] bool: whether a row may hold one of the tokens, or None if a search would have to make the rows."""
     if isinstance(rows, RowView):
         below = _candidates(rows.rows, search)
         return None if below is None else below[rows.indices]
@@ -153,7 +153,7 @@ def _in_table(table: "pyarrow.Table", pattern: str) -> np.ndarray:
 
 
 def _in_array(array: Any, pattern: str) -> np.ndarray:
-    """Return [values] bool of an Arrow array, nested ones too; values that cannot be searched count as matches."""
+    """Return [values] bool of an Arrow array, nested arrays too, with True for values that cannot be searched."""
     import pyarrow
     import pyarrow.compute
 

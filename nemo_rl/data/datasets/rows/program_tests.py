@@ -33,7 +33,7 @@ def parse(code: str) -> ast.Module:
 
 
 def reason_against(tests: Sequence[str], setup: str = "", names: Sequence[str] = ()) -> str | None:
-    """Return why tests cannot judge a solution; None if they can.
+    """Return why tests cannot judge a solution, or None if they can.
 
     Args:
         tests: Source code of each test.
@@ -69,7 +69,7 @@ def reason_against(tests: Sequence[str], setup: str = "", names: Sequence[str] =
 
 
 def missing_modules(trees: Sequence[ast.AST]) -> set[str]:
-    """Return modules that tests import and Python's standard library does not have; an import in `try` is optional."""
+    """Return modules that tests import outside of `try` and that Python's standard library does not have."""
     optional = {
         id(node) for tree in trees for one in ast.walk(tree) if isinstance(one, ast.Try) for node in ast.walk(one)
     }
@@ -130,7 +130,7 @@ def attributes_of_names(trees: Sequence[ast.AST]) -> dict[str, set[str]]:
 
 
 def tests_to_call(tree: ast.Module, trees: Sequence[ast.Module]) -> list[Function]:
-    """Return the functions `test...` of a tree, those of classes too, that nothing else calls."""
+    """Return the functions `test...` of a tree, also in classes, that nothing else calls."""
     if not any(getattr(node, "name", "")[:4].lower() == "test" for node in tree.body):
         return []
     referenced = {node.id for one in trees for node in ast.walk(one) if isinstance(node, ast.Name)}
@@ -166,7 +166,7 @@ def required_parameters(function: Function) -> bool:
 
 
 def is_constant(test: ast.expr) -> bool:
-    """Return whether the condition of an assert does not depend on a solution; a tuple with items is always true."""
+    """Return whether the condition of an assert, such as a tuple with items, does not depend on a solution."""
     if isinstance(test, ast.Tuple) and test.elts:
         return True
     return not any(isinstance(node, ast.Name | ast.Call | ast.Attribute | ast.Await) for node in ast.walk(test))

@@ -71,7 +71,7 @@ class RowTable:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows, including those that could not be read."""
+        """Number of rows, including unreadable rows."""
         return len(self.rows) + len(self.bad_rows)
 
 
@@ -81,7 +81,7 @@ def is_file_path(data_path: str) -> bool:
 
 
 def read_file(data_path: str) -> RowTable:
-    """Read a local file; its suffix decides its kind.
+    """Read a local file, whose suffix decides its kind.
 
     Raises:
         DataError: The file does not exist, is of an unknown kind, or is damaged as a whole.
@@ -109,13 +109,13 @@ def read_file(data_path: str) -> RowTable:
 
 
 def is_table(rows: Any) -> "TypeGuard[datasets.Dataset]":
-    """Return whether rows are a Hugging Face data set; False without an import if the library is not loaded."""
+    """Return whether rows are a Hugging Face data set, without an import if the library is not loaded."""
     library = sys.modules.get("datasets")
     return library is not None and isinstance(rows, library.Dataset)
 
 
 def table_of(name: str, dataset: "datasets.Dataset") -> RowTable:
-    """Wrap a Hugging Face data set; lines are row indices."""
+    """Wrap a Hugging Face data set, with row indices as lines."""
     return RowTable(name, dataset, range(len(dataset)))
 
 
@@ -175,7 +175,7 @@ def _read_table(path: Path, kind: str) -> "datasets.Dataset":
 
 
 def _json_lines_rows(content: bytes) -> Iterator[Record]:
-    """Yield one JSON object per line; skip blank lines."""
+    """Yield one JSON object per line, and skip blank lines."""
     for number, line in enumerate(content.split(b"\n"), start=1):
         if line.strip():
             yield number, _parse_line(line)
@@ -196,7 +196,7 @@ def _parse_line(line: bytes) -> dict[str, Any] | str:
 
 
 def _json_array_rows(name: str, content: bytes) -> Iterator[Record]:
-    """Yield the objects of an array; undecodable bytes become surrogates, so they affect only their own row."""
+    """Yield the objects of an array, with surrogates for undecodable bytes, so that they affect only their own row."""
     text = content.decode("utf-8", errors="surrogateescape")
     for line, value in _array_items(name, text):
         if isinstance(value, RowError):
@@ -256,7 +256,7 @@ def _array_items(name: str, text: str) -> Iterator[tuple[int, Any]]:
 
 
 def _with_each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; refuse a repeated key, because its meaning is unclear."""
+    """Return a JSON object, and refuse a repeated key, because its meaning is unclear."""
     made = dict(pairs)
     if len(made) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -266,7 +266,7 @@ def _with_each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _csv_rows(name: str, content: bytes) -> Iterator[Record]:
-    """Yield rows of a table of text with a header line; a row needs as many fields as the header.
+    """Yield rows of a table of text with a header line, whose number of fields each row needs.
 
     The header decides what separates fields: a comma, or the semicolon, tab or bar of which it has more.
     """

@@ -16,7 +16,7 @@ _MOST_DIGITS = 400
 
 
 def text_of(row: Row, key: str) -> str:
-    """Return the text of a column; numbers are written out (43.0 as "43", 1e-7 as "0.0000001").
+    """Return the text of a column, with numbers written out (43.0 as "43", 1e-7 as "0.0000001").
 
     Raises:
         RowError: The key is missing, or its value is empty, not text, or not valid Unicode.
@@ -28,7 +28,7 @@ def text_of(row: Row, key: str) -> str:
 
 
 def plain_text(value: Any, what: str) -> str:
-    """Return a value as text, which may be empty; numbers are written out (43.0 as "43").
+    """Return a value as text, which may be empty, with numbers written out (43.0 as "43").
 
     Args:
         value: A value of a row.
@@ -52,7 +52,7 @@ def plain_text(value: Any, what: str) -> str:
 
 
 def _float_text(value: float, what: str) -> str:
-    """Return a number with the digits that the file has, without an exponent; a whole number without a point."""
+    """Return a number with the file's digits, without an exponent, and without a point if it is whole."""
     if not math.isfinite(value):
         raise RowError(f"{what} is not a finite number")
     number = Decimal(value.text if isinstance(value, WrittenFloat) else repr(float(value)))

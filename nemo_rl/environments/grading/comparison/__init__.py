@@ -1,1 +1,1 @@
-"""Rules that decide whether two final answers are equal; nothing in this folder needs torch or ray."""
+"""Rules that decide whether two final answers are equal, without torch and ray."""

@@ -1,4 +1,4 @@
-"""Decide whether a final answer equals the ground truth; the rules are in docs/environments/environments.md.
+"""Decide whether a final answer equals the ground truth, by the rules in docs/environments/environments.md.
 
     clean both ─► equal text ─► words, times, ratios, bases ─► lists, sets, intervals, matrices: part by part
                ─► equations ─► units ─► exact numbers ─► sympy
@@ -86,7 +86,7 @@ def read_collection(text: str) -> AnswerCollection | None:
 
 
 def _listed(text: str) -> str:
-    """Return a text with commas for "and"; thousands lose their commas if others are followed by a space."""
+    """Return a text with commas for "and", and without commas in thousands if other commas are before a space."""
     text = with_commas(text)
     return _SPACED_COMMA.sub("", text) if ", " in text and re.search(r"\d, ", text) else text
 
@@ -114,7 +114,7 @@ def _split_word(text: str, word: str) -> list[str]:
 
 
 def compare_collections(truth: str, answer: str, same: Same) -> bool | None:
-    """Compare two answers of several parts; None if neither has several."""
+    """Compare two answers of several parts, or return None if neither has several."""
     truth, answer = _without_name(truth), _without_name(answer)
     signed = r"\pm" in truth or r"\pm" in answer
     first = read_collection(_with_both_signs(truth)) or _interval(truth, answer)
@@ -333,7 +333,7 @@ def _equation_sides(text: str) -> list[str]:
 
 
 def _name(sides: list[str]) -> str:
-    """Return the name that gets a value, such as "x" of x=5 or of 5=x; "" if there is none."""
+    """Return the name that gets a value, such as "x" of x=5 or of 5=x, or "" if there is none."""
     if len(sides) < 2:
         return ""
     for side in (0, -1):
@@ -348,7 +348,7 @@ def _name(sides: list[str]) -> str:
 
 
 def _compare_quantities(truth: str, answer: str, same: Same) -> bool | None:
-    """Compare numbers with units; a unit may be left out on one side."""
+    """Compare numbers with units, of which one side may leave out its unit."""
     if max(len(truth), len(answer)) > _MAX_QUANTITY:
         return None
     sums = [_sum_of_units(text) for text in (truth, answer)]
@@ -390,7 +390,7 @@ def _equal_units(first: str, first_unit: Unit, second: str, second_unit: Unit, s
 
 
 def _sum_of_units(text: str) -> Unit | None:
-    """Return the size of several quantities of one kind, such as 7 h 30 min; None if the text is something else."""
+    """Return the size of several quantities of one kind, such as 7 h 30 min, or None for any other text."""
     words, total, kind, position, count = without_text(text), Fraction(0), None, 0, 0
     while (part := _QUANTITY.match(words, position)) is not None:
         unit, number = read_unit(part[2]), read_number(part[1])

@@ -38,7 +38,7 @@ class Number:
 
 
 def read_number(text: str, depth: int = 0) -> Number | None:
-    """Read a number in the spelling of `text.clean`; None if the text is something else, or a number of huge size.
+    """Read a number in the spelling of `text.clean`, or return None for another text or a number of huge size.
 
     Args:
         depth: Brackets and fractions around it.
@@ -130,7 +130,7 @@ def _decimal(text: str) -> Number | None:
 
 
 def _period(after: str) -> str | None:
-    """Return the digits that repeat in a decimal with an ellipsis, such as 3 in 0.333...; None if none do."""
+    """Return the digits that repeat in a decimal with an ellipsis, such as 3 in 0.333..., or None if no digits do."""
     for size in range(1, len(after) // 2 + 1):
         period = after[-size:]
         repeats = 3 if size == 1 else 2
@@ -197,7 +197,7 @@ class Unit:
         return self.kind[0][0] if len(self.kind) == 1 and self.kind[0][1] == 1 else ""
 
     def is_like(self, other: "Unit") -> bool:
-        """Return whether both have one kind; what is counted may be described more closely on one side."""
+        """Return whether both units have one kind, which one side may describe more closely."""
         is_described = self.words <= other.words or other.words <= self.words
         return self.kind == other.kind and is_described and bool(self.words) is bool(other.words)
 
@@ -275,7 +275,7 @@ _SUFFIX_POWER = {"squared": 2, "cubed": 3}
 
 
 def split_unit(text: str) -> tuple[str, Unit | None]:
-    """Return the number's text and its unit; the whole text and None without a unit.
+    """Return the number's text and its unit, or the whole text and None if it has no unit.
 
     The number's text is not checked to be a number.
     """
@@ -348,7 +348,7 @@ def _plain_words(text: str) -> tuple[str, Unit | None] | None:
 
 
 def read_unit(text: str) -> Unit | None:
-    """Read a unit, such as "km/h", "square cm" or "apples"; None if the text is no unit."""
+    """Read a unit, such as "km/h", "square cm" or "apples", or return None if the text is no unit."""
     text = re.sub(r"\bper\b", "/", text.replace(r"\cdot", " ").strip(" ().")).replace("{", "").replace("}", "")
     kinds: Counter[str] = Counter()
     words: set[str] = set()
@@ -363,7 +363,7 @@ def read_unit(text: str) -> Unit | None:
 
 
 def _product(text: str, kinds: Counter[str], words: set[str], sign: int) -> Fraction | None:
-    """Add the powers of a product of units to `kinds`, and return its factor; None if it is no product of units."""
+    """Add the powers of a product of units to `kinds` and return its factor, or None if it is no such product."""
     factor, next_power = Fraction(1), 1
     last: tuple[str, Fraction] | None = None
     tokens = _HYPHEN.sub(" ", text).split()

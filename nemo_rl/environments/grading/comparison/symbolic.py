@@ -49,7 +49,7 @@ class NotComparableError(ValueError):
 
 @lru_cache(maxsize=64)
 def read_expression(text: str) -> Any:
-    """Parse an answer; None if it is no mathematics that math-verify reads."""
+    """Parse an answer, or return None if math-verify cannot read it as mathematics."""
     if DOLLAR in text or not _is_simple(text):
         return None
     latex = _DEGREES.sub(r"(\\frac{\1 \\pi}{180})", text).replace(r"\text", "")
@@ -170,7 +170,7 @@ _UNBOUNDED = (sympy.oo, -sympy.oo, sympy.zoo, sympy.nan)
 
 
 def _equal_with_symbols(truth: sympy.Expr, answer: sympy.Expr, symbols: list[Any]) -> bool:
-    """Compare expressions at several points; where they cannot be evaluated, math-verify decides."""
+    """Compare expressions at several points, or let math-verify decide where they cannot be evaluated."""
     decided = 0
     for number, point in enumerate(_POINTS):
         values = {

@@ -191,7 +191,7 @@ def _braced_roots(text: str) -> str:
 
 
 def _matching(text: str) -> dict[int, int]:
-    """Return the position of the closing bracket for that of each opening one."""
+    """Return the position of the closing bracket by the position of the opening bracket."""
     opened: list[int] = []
     ends: dict[int, int] = {}
     for position, char in enumerate(text):
@@ -203,7 +203,7 @@ def _matching(text: str) -> dict[int, int]:
 
 
 def closing(text: str, opened: int) -> int | None:
-    """Return the position of the bracket that closes the one at `opened`; brackets of any kind close each other."""
+    """Return the position of the bracket that closes the one at `opened`, of the same kind or any other."""
     depth = 0
     for position in range(opened, len(text)):
         char = text[position]

@@ -46,7 +46,7 @@ _BASED = re.compile(
 
 
 def compare_words(truth: str, answer: str, same: Same) -> bool | None:
-    """Compare as texts if the truth is a word; None if it may be mathematics too."""
+    """Compare as texts if the truth is a word, or return None if it may be mathematics too."""
     lettered = [_CHOICE_AND_TEXT.fullmatch(without_text(text)) for text in (truth, answer)]
     if any(lettered):
         letters = [
@@ -76,7 +76,7 @@ def compare_words(truth: str, answer: str, same: Same) -> bool | None:
 
 
 def plain_words(text: str) -> str | None:
-    """Return an answer that has only letters, as a text without commands and brackets; None if it has other signs."""
+    """Return an answer that has only letters, without commands and brackets, or None if it has other signs."""
     words = without_text(text)
     if words.startswith("(") and closing(words, 0) == len(words) - 1:
         words = words[1:-1].strip()
@@ -85,7 +85,7 @@ def plain_words(text: str) -> str | None:
 
 
 def _form(words: str) -> str:
-    """Return words as they are compared: without case and spaces, except for a single small letter."""
+    """Return words for a comparison, without case and spaces, except for a single small letter."""
     text = " ".join(words.replace(".", " ").split())
     letters = text.replace(" ", "")
     if len(letters) == 1:
@@ -118,7 +118,7 @@ class _Time:
 
 
 def compare_times(truth: str, answer: str, same: Same) -> bool | None:
-    """Compare times of day; None if one of them may be something else."""
+    """Compare times of day, or return None if one of them may be something else."""
     first, second = _time(truth), _time(answer)
     if first is None or second is None:
         known = first or second
@@ -144,7 +144,7 @@ def _time(text: str) -> _Time | None:
 
 
 def compare_ratios(truth: str, answer: str, same: Same) -> bool | None:
-    """Compare ratios of two or more numbers; a ratio of two also equals its quotient."""
+    """Compare ratios of two or more numbers, or a ratio of two with its quotient."""
     first, second = _ratio(truth), _ratio(answer)
     if first is None and second is None:
         return None
@@ -174,7 +174,7 @@ def compare_bases(truth: str, answer: str, same: Same) -> bool | None:
 
 
 def _based(text: str) -> tuple[str, int] | None:
-    """Return the digits and the base of a number; None if the text is something else, such as x_2."""
+    """Return the digits and the base of a number, or None for another text, such as x_2."""
     number = _BASED.fullmatch(text)
     if number is None:
         return None

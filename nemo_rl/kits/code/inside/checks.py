@@ -40,7 +40,7 @@ class Solution(Peer):
             self._end()
 
     def special(self, name: str, remote: Remote, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Return what a special method of the solution's object returns.
+        """Return the result of a special method of the solution's object.
 
         What a solution's object says about itself counts; what it says about plain data, such as that it is equal to
         9, does not. An object that says the same about a random text says nothing.
@@ -102,7 +102,7 @@ class Solution(Peer):
         return super().answer(request)
 
     def print(self, text: str) -> None:
-        """Print what the solution has printed, which a test may have redirected."""
+        """Print the solution's output, which a test may have redirected."""
         sys.stdout.write(text)
 
     def _receive(self) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class Solution(Peer):
 
 
 class Names(dict[str, Any]):
-    """The names of the tests; those that they do not define are the solution's.
+    """The names of the tests, which fall back to the names of the solution.
 
     Args:
         solution: Has them.
@@ -134,7 +134,7 @@ class Names(dict[str, Any]):
         self._kept: dict[str, Any] = {}
 
     def __missing__(self, name: str) -> Any:
-        """Return what the solution has under a name now; functions and classes are remembered."""
+        """Return the present value of a name in the solution, and remember functions and classes."""
         if name in self._kept:
             return self._kept[name]
         if hasattr(builtins, name):
@@ -148,7 +148,7 @@ class Names(dict[str, Any]):
         return found
 
     def of_solution(self, name: str) -> Any:
-        """Return what the solution has under a name."""
+        """Return the value of a name in the solution."""
         try:
             return self._solution.ask("value", Name(name))
         except NameError as error:
@@ -199,7 +199,7 @@ class TestsRun:
                     self._one(lambda name=method.name: _run_method(kind, name), method, True)
 
     def _one(self, run: Any, node: Any, can_fail: bool) -> None:
-        """Run a piece of the tests; without asserts it is a check by itself."""
+        """Run a piece of the tests, which is itself a check if it has no asserts."""
         counts = self._counts
         seen, failed = counts.seen, counts.num_failed
         try:

@@ -53,7 +53,7 @@ class Counts:
             self._write(False)
 
     def fail(self, number: int) -> bool:
-        """Note that an assert failed; return True if its exception has to go on to the test."""
+        """Note that an assert failed, and return True if its exception has to go on to the test."""
         if self.guards:
             return True
         self._passed.discard(number)
@@ -80,7 +80,7 @@ class Counts:
         self._write(False)
 
     def fail_rest(self, numbers: set[int]) -> int:
-        """Note that asserts will not run; return how many of them have failed by that."""
+        """Note that asserts will not run, and return how many of them have failed for this reason."""
         rest = numbers - self._passed - self._failed
         self._failed |= rest
         self._write(False)
@@ -116,7 +116,7 @@ class Counted(ast.NodeTransformer):
         self._numbers: dict[int, int] = {}
 
     def tree(self, code: str) -> ast.Module:
-        """Return the tree of tests whose asserts are counted; each statement knows the asserts in it."""
+        """Return the tree of tests whose asserts are counted, in which each statement knows its asserts."""
         tree = parse(code)
         for node in ast.walk(tree):
             if isinstance(node, ast.Assert) and not is_constant(node.test):
@@ -228,7 +228,7 @@ class _Stops(ast.NodeTransformer):
 
 
 def _directly(loop: ast.AST) -> list[ast.AST]:
-    """Return the asserts of a loop that run in each round, those of loops in it too."""
+    """Return the asserts of a loop that run in each round, including asserts of loops in it."""
     found: list[ast.AST] = []
     stack: list[ast.AST] = list(getattr(loop, "body", []))
     while stack:

@@ -33,7 +33,7 @@ class Heap:
         self._added: list[int] = []
 
     def share(self, value: Any) -> dict[str, Any] | None:
-        """Return the data that stands for a container; None if it has to be copied."""
+        """Return the data that stands for a container, or None if it has to be copied."""
         number = self._numbers.get(id(value))
         if number is None:
             if len(self._objects) >= _MOST:
@@ -74,14 +74,14 @@ class Heap:
         return self._objects[number]
 
     def forget_unused(self) -> list[int]:
-        """Forget the containers that only this object still holds; return their numbers."""
+        """Forget the containers that only this object still holds, and return their numbers."""
         # Two references: the table's, and the argument of getrefcount.
         unused = [number for number in self._objects if sys.getrefcount(self._objects[number]) == 2]
         self.forget(unused)
         return unused
 
     def forget(self, numbers: list[int]) -> None:
-        """Forget containers; if they cross again, they get new numbers."""
+        """Forget containers, so that they get new numbers if they cross again."""
         for number in numbers:
             if number in self._objects:
                 del self._numbers[id(self._objects.pop(number))]
@@ -94,7 +94,7 @@ class Heap:
 
 
 def _content(value: Any) -> list[Any]:
-    """Return the items of a container; the methods are those of Python's own type."""
+    """Return the items of a container, read with the methods of Python's own type."""
     if isinstance(value, dict):
         return [*dict.keys(value), *dict.values(value)]
     if isinstance(value, bytearray):

@@ -60,7 +60,7 @@ def _run(coroutine: Any) -> Any:
 
 
 def _batch(iterator: Iterator[Any], most: int) -> tuple[list[Any], bool]:
-    """Return the next items, and whether these are the last ones; an error after the first item comes next time."""
+    """Return the next items and whether they are the last, and keep an error after the first item for the next call."""
     items: list[Any] = []
     for _ in range(most):
         try:

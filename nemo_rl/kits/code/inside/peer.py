@@ -106,7 +106,7 @@ def _new(kind: type[Remote], peer: "Peer", reference: dict[str, Any], base: str 
 
 
 def tainted(remote: Remote) -> Remote:
-    """Return the same object of the other program, marked as one that was computed with plain data."""
+    """Return the same object of the other program, marked as computed with plain data."""
     fields = (object.__getattribute__(remote, f"_remote_{name}") for name in ("peer", "reference", "base"))
     made = _new(type(remote), *fields)
     object.__setattr__(made, "_remote_tainted", True)
@@ -176,7 +176,7 @@ class Peer:
         """Refuse to let the other program use an object, by an exception."""
 
     def special(self, name: str, remote: Remote, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Return what a special method of the other program's object returns."""
+        """Return the result of a special method of the other program's object."""
         if name == "__exit__":  # a traceback stays in its program
             arguments = (*arguments[:2], None)
         try:
@@ -187,15 +187,15 @@ class Peer:
         raise StopIteration
 
     def resolve_name(self, name: str) -> Any:
-        """Return what a name of this program stands for."""
+        """Return the object that a name of this program stands for."""
         raise NameError(f"name {name!r} is not defined")
 
     def printed(self) -> str:
-        """Return what this program has printed since the last message."""
+        """Return the output of this program since the last message."""
         return ""
 
     def print(self, text: str) -> None:
-        """Take over what the other program has printed."""
+        """Take over the output of the other program."""
 
     def _send(self, message: dict[str, Any]) -> None:
         if changed := self.heap.changes(self._refer):
@@ -221,7 +221,7 @@ class Peer:
         return decode(data, self._resolve)
 
     def _refer(self, value: Any) -> dict[str, Any]:
-        """Return the data that stands for what is no plain data."""
+        """Return the data that stands for an object that is no plain data."""
         if isinstance(value, Remote):
             return object.__getattribute__(value, "_remote_reference")
         if isinstance(value, BaseException):
@@ -319,7 +319,7 @@ class Peer:
         return getattr(owner, name)
 
     def _method_of(self, owner: Any, name: str) -> Any:
-        """Return what stands for a method of an object of the other program."""
+        """Return the object that stands for a method of an object of the other program."""
         if not isinstance(owner, Remote):
             return self._attribute(owner, name)
         place = [object.__getattribute__(owner, "_remote_reference"), name]

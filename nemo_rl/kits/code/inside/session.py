@@ -1,4 +1,4 @@
-"""Run the blocks of code of an episode one after another, and print what the last one prints.
+"""Run the blocks of code of an episode one after another, and print the output of the last block.
 
 Started as `main.py` next to `session.json` with `blocks` and `context`, the variables that they start with. As in an
 interactive Python, the value of an expression at the end of a block is printed. Earlier blocks only rebuild the
@@ -21,7 +21,7 @@ from values import COMPLETED, RAISED, decode
 
 
 def run(block: str, names: dict[str, Any]) -> None:
-    """Run a block; print the value of its last expression."""
+    """Run a block and print the value of its last expression."""
     tree = ast.parse(block)
     last = tree.body[-1] if tree.body else None
     if not isinstance(last, ast.Expr):
@@ -50,7 +50,7 @@ def silenced() -> Iterator[None]:
 
 
 def main() -> int:
-    """Run all blocks; return the exit code."""
+    """Run all blocks and return the exit code."""
     with open("session.json", encoding="utf-8") as file:
         session = json.load(file)
     names = {"__name__": "__main__", **decode(session["context"])}

@@ -16,7 +16,7 @@ _MOST_PRINTED = 1 << 16  # characters in one message
 
 
 class Echo(io.TextIOBase):
-    """Standard output that also remembers what is written."""
+    """Standard output that also remembers all written text."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -36,7 +36,7 @@ class Echo(io.TextIOBase):
         self._stream.flush()
 
     def taken(self) -> str:
-        """Return what was written since the last call."""
+        """Return the text that was written since the last call."""
         text = "".join(self._parts)[:_MOST_PRINTED]
         self._parts, self._length = [], 0
         return text
@@ -59,7 +59,7 @@ class Server(Peer):
         self._echo = echo
 
     def resolve_name(self, name: str) -> Any:
-        """Return what a name of the solution stands for."""
+        """Return the object that a name of the solution stands for."""
         if name == "__solution__":
             return self._module
         try:
@@ -68,13 +68,13 @@ class Server(Peer):
             return super().resolve_name(name)
 
     def do(self, name: str, target: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Do what a request asks; the request `value` asks for the target itself."""
+        """Do what a request asks, or return the target itself for the request `value`."""
         if name == "value":
             return target
         return super().do(name, target, arguments, keywords)
 
     def printed(self) -> str:
-        """Return what the solution has printed since the last message."""
+        """Return the output of the solution since the last message."""
         return self._echo.taken()
 
 

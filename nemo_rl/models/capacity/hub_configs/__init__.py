@@ -22,7 +22,7 @@ def known_models() -> list[str]:
 
 
 def with_local_configs[ConfigT: RunConfig](config: ConfigT) -> ConfigT:
-    """Copy a configuration and point its models to local configurations; for size estimates only.
+    """Copy a configuration and point its models to local configurations, for size estimates only.
 
     Raises:
         ConfigError: a model is neither a folder, nor in the hub's cache, nor in this folder.

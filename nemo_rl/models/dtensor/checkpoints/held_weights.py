@@ -99,7 +99,7 @@ def _read(result: Result, place: TensorBlock, name: str, once: SharedReads[str])
 def _converted_whole(
     hf: PreTrainedModel, group: TensorGroup, names: Sequence[str], value: Value, order: tuple[int, int], dtype: str
 ) -> Iterator[Readable]:
-    """Yield the results of a conversion that needs whole weights; the ranks that divide them gather them."""
+    """Yield the results of a conversion that needs whole weights, which the ranks that divide them gather."""
     weights = weights_by_name(hf)
     empty = {name: torch.empty(weights[name].shape, device="meta") for name in names}
     results: dict[str, Tensor] = {}

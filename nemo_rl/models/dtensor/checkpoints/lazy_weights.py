@@ -151,7 +151,7 @@ def materialize(
 
 @torch.no_grad()
 def _allocate(model: nn.Module, device: torch.device, home: torch.device) -> None:
-    """Allocate memory for tensors on the meta device and move the others to their device; tied weights stay tied."""
+    """Allocate tensors on the meta device, move the others to their device, and keep tied weights tied."""
     for parameter in [*model.parameters()]:
         if parameter.device != home:
             torch.utils.swap_tensors(parameter, nn.Parameter(_at(parameter, home), parameter.requires_grad))

@@ -96,7 +96,7 @@ def parts_of_this_rank(weights: Iterable[tuple[str, Tensor]], names_here: Iterab
 
 
 def _writes(tensor: DTensor) -> bool:
-    """Return whether this rank is the first one that holds its shard, and the shard is not empty."""
+    """Return whether this rank is the first rank with its shard, and the shard is not empty."""
     coordinate = tensor.device_mesh.get_coordinate()
     placed = zip(coordinate, tensor.placements, strict=True) if coordinate is not None else ()
     first = all(index == 0 for index, placement in placed if placement.is_replicate())
@@ -161,7 +161,7 @@ def _whole(pieces: list[WrittenBlock]) -> Tensor:
 
 
 def weights_by_name(hf: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by the model's own names, tied ones once; not copied.
+    """Return parameters and persistent buffers, not copied, by the model's own names, tied ones once.
 
     A pipeline stage returns those that it holds, tied ones under the name that the whole model has for them.
     """
@@ -226,7 +226,7 @@ def _write_weights(
 
 
 def load_weights(hf: PreTrainedModel, weights_path: Path) -> None:
-    """Read weights into the model in place; each rank reads its own part.
+    """Read this rank's part of the weights into the model in place.
 
     Raises:
         CheckpointError: the folder has no weights, or they do not fit this model.
@@ -252,7 +252,7 @@ def saved_weights(folder: Path) -> TensorFiles:
 
 @torch.no_grad()
 def read_weights(hf: PreTrainedModel, tensors: TensorFiles, *, strict: bool = False) -> set[str]:
-    """Read weights from files into the model in place, in the model's dtype; each rank reads its own part.
+    """Read this rank's part of the weights from files into the model in place, in the model's dtype.
 
     Only the rank's part of a tensor is read if it needs no conversion. Tensors that are converted together are in
     memory together, one group at a time.

@@ -46,7 +46,7 @@ def prepare_training_state(
     path: Path,
     keep: Keep = as_it_is,
 ) -> Write:
-    """Prepare to write optimizer, schedule and each rank's random-number state; `path` is the O above.
+    """Prepare to write optimizer, schedule and each rank's random-number state, to the O above as `path`.
 
     Returns:
         A function that writes them; raises a CheckpointError on all ranks if one of them cannot write its files.

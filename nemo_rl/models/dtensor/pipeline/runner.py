@@ -225,7 +225,7 @@ class Pipeline:
 def pipeline_for(
     model: ShardableModel, config: PolicyConfig, meshes: Meshes, score: Score, enter: Enter
 ) -> Pipeline | None:
-    """Return the `Pipeline` of a model that was divided into stages; None for a whole model."""
+    """Return the `Pipeline` of a model that was divided into stages, or None for a whole model."""
     stage = stage_of(model.hf)
     if stage is None:
         return None
@@ -332,7 +332,7 @@ class _Round:
     """Time after which a wait raises; None leaves that to the group's watchdog."""
 
     def wait(self) -> None:
-        """Wait for the sends and receives; on GPUs only the current stream waits. Later calls return immediately."""
+        """Wait for the sends and receives, on GPUs in the current stream only. Later calls return immediately."""
         for work in self.works:
             work.wait(self.limit) if self.limit else work.wait()
         self.works, self.sent = [], []

@@ -88,7 +88,7 @@ class PipelineStage:
         return self.renamed.get(name, name)
 
     def sum(self, number: Tensor) -> Tensor:
-        """Sum a number over the stages; every rank gets the sum."""
+        """Sum a number over the stages, and give every rank the sum."""
         total = number.to(self.place.device)
         dist.all_reduce(total, group=self.place.group)
         return total
@@ -100,7 +100,7 @@ def stage_of(hf: nn.Module) -> PipelineStage | None:
 
 
 def layers_of_chunks(num_layers: int, num_stages: int, chunks_per_stage: int) -> tuple[range, ...]:
-    """Divide the layers as evenly as possible; earlier chunks get one more, because the last chunk has the head.
+    """Divide the layers as evenly as possible, with one more in earlier chunks, because the last has the head.
 
     Raises:
         ConfigError: there are fewer layers than chunks.
@@ -130,7 +130,7 @@ def keep_stage(hf: PreTrainedModel, meshes: Meshes, chunks_per_stage: int, devic
 
 
 def try_division(probe_model: PreTrainedModel) -> None:
-    """Test on a small model of the architecture that it divides layer by layer; the model stays whole.
+    """Test on a small model of the architecture that it divides layer by layer, and leave the model whole.
 
     The first chunk has no layer, so that every layer comes after a division, even in a model of one layer.
 
@@ -172,7 +172,7 @@ def cut(hf: PreTrainedModel, place: Place) -> PipelineStage:
 
 @contextmanager
 def active(hf: PreTrainedModel, place: Place, chunk: int) -> Iterator[None]:
-    """Run a block in which the body's forward goes through one chunk only; otherwise the model is unchanged.
+    """Run a block in which the body's forward, but nothing else in the model, is limited to one chunk.
 
     In the block the body takes the hidden states of the previous chunk as `inputs_embeds` (except for the first
     chunk), and its `last_hidden_state` is the input of the next chunk (except for the last chunk).
@@ -248,7 +248,7 @@ def _chunks_compute_the_same(hf: PreTrainedModel, place: Place) -> bool:
 
 
 class _PassThrough(nn.Module):
-    """Replaces a layer or norm that does not belong to this chunk; returns its input."""
+    """Replaces a layer or norm that does not belong to this chunk, and returns its input."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states
@@ -264,7 +264,7 @@ class _Through(nn.Module):
         self.left: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the layer; some bodies choose the mask by such attributes."""
+        """Return an attribute of the layer, by which some bodies choose the mask."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -293,7 +293,7 @@ class _Ends:
 
     @classmethod
     def of(cls, hf: PreTrainedModel) -> "_Ends":
-        """Find these modules in a model; in a stage, modules that it does not hold are included."""
+        """Find these modules in a model, including modules that a stage does not hold."""
         known = getattr(hf, _ENDS, None)
         return known or cls._found(hf)
 
@@ -336,7 +336,7 @@ def _owners(hf: PreTrainedModel, ends: _Ends, place: Place) -> dict[str, list[in
 
 
 def _take_away(hf: PreTrainedModel, ends: _Ends, place: Place) -> None:
-    """Remove all modules except those of this stage; layers keep their numbers as names."""
+    """Remove all modules except those of this stage, whose layers keep their numbers as names."""
     part: Any = body(hf)
     setattr(hf, _ENDS, ends)
     held = nn.ModuleList()
@@ -354,7 +354,7 @@ def _take_away(hf: PreTrainedModel, ends: _Ends, place: Place) -> None:
 
 
 def _require_trainable(hf: PreTrainedModel, owners: dict[str, list[int]], place: Place) -> None:
-    """Refuse a division in which a stage has only frozen weights; its optimizer would have no parameters."""
+    """Refuse a stage with only frozen weights, whose optimizer would have no parameters."""
     trained = {name for name, parameter in hf.named_parameters(remove_duplicate=False) if parameter.requires_grad}
     idle = set(range(place.size)) - {stage for name in trained for stage in owners[name]}
     if trained and idle:
@@ -366,7 +366,7 @@ def _require_trainable(hf: PreTrainedModel, owners: dict[str, list[int]], place:
 
 
 def _shared(hf: PreTrainedModel, known: dict[str, str], owners: dict[str, list[int]]) -> frozenset[str]:
-    """Return the parameters that several stages use; only an embedding that is also the head is allowed."""
+    """Return the parameters that several stages use, which can only be an embedding that is also the head."""
     embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
     tied = [name for name, module in hf.named_modules() if module in (embedding, head)]
     shared = {name: first for name, first in known.items() if owners[name] != owners[first]}
@@ -388,7 +388,7 @@ _GROUP_BYTES = 64 * 1024**2
 
 
 def without_copies(hf: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights that this stage exports; skip those that an earlier stage also holds."""
+    """Yield the weights that this stage exports, except weights that an earlier stage also holds."""
     stage = stage_of(hf)
     for name, tensor in weights:
         if stage is None or name not in stage.copies:
@@ -396,7 +396,7 @@ def without_copies(hf: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iter
 
 
 def of_all_stages(hf: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of all stages, stage by stage; each stage broadcasts its own.
+    """Yield the weights of all stages, stage by stage, as each stage broadcasts its own.
 
     Args:
         hf: the model of this stage.
@@ -450,7 +450,7 @@ def copied_parameters(hf: nn.Module) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def sum_shared_gradients(hf: nn.Module) -> None:
-    """Set the gradients of both copies of a weight to their sum; both get the same bits, because a + b is b + a."""
+    """Set the gradients of both copies of a weight to their sum, with the same bits, because a + b is b + a."""
     stage = stage_of(hf)
     for parameter in shared_parameters(hf).values():
         if not parameter.requires_grad:

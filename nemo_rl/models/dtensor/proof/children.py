@@ -46,7 +46,7 @@ class Failure:
 
 @dataclass
 class _Child:
-    """A forked process and what it has sent so far."""
+    """A forked process and the bytes that it has sent so far."""
 
     pid: int
     """Process id."""
@@ -58,13 +58,13 @@ class _Child:
     status: int | None = None
 
     def read(self) -> bool:
-        """Read the bytes that have arrived; return True at the end of the answer."""
+        """Read the bytes that have arrived, and return True at the end of the answer."""
         part = os.read(self.pipe, _CHUNK)
         self.received += part
         return not part
 
     def end(self) -> int:
-        """Kill the child and its group if they still run, and return its exit status; later calls only return it."""
+        """Kill the child and its group if they still run, and return its exit status, also in later calls."""
         if self.status is None:
             os.close(self.pipe)
             with suppress(ProcessLookupError, PermissionError):
@@ -184,7 +184,7 @@ def _send(pipe: int, answer: Any) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Make the kernel kill this process when its parent exits or is killed; Linux only."""
+    """Make the kernel (Linux only) kill this process when its parent exits or is killed."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -109,7 +109,7 @@ def is_proven(number: str) -> bool:
 
 
 def remember(number: str) -> None:
-    """Store a proof; if the folder cannot be written, the next run repeats the proof."""
+    """Store a proof, which the next run repeats if the folder cannot be written."""
     try:
         folder().mkdir(parents=True, exist_ok=True, mode=0o700)
         (folder() / number).touch()
@@ -169,7 +169,7 @@ class _ProofQuestion:
         return " x ".join(_keys(self.policy)) or "one rank"
 
     def failure(self) -> Failure | None:
-        """Return why the mesh is not correct; None if it is correct."""
+        """Return why the mesh is not correct, or None if it is correct."""
         try:
             found = answers(lambda _: _prove(self), 1, TIMEOUT_S, own_group=True)
         except DeadlineExceededError:
@@ -250,7 +250,7 @@ def _prove(question: _ProofQuestion) -> Failure | None:
 
 
 def _difference(task: Any, tolerance: float) -> Failure | None:
-    """Return the difference between the ranks and one process; None if they agree."""
+    """Return the difference between the ranks and one process, or None if they agree."""
     from nemo_rl.models.dtensor.proof.numbers import RankNumbers, one_process
 
     try:

@@ -228,7 +228,7 @@ def _fix_what_is_random(config: PretrainedConfig) -> None:
 
 @torch.no_grad()
 def _running(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model if its outputs for a few tokens are finite; raise otherwise."""
+    """Return the model if its outputs for a few tokens are finite, or raise otherwise."""
     decoder_layers(model)
     tokens = (torch.arange(_TOKENS) * 5 + 1)[None] % model.config.get_text_config().vocab_size
     logits = model(input_ids=tokens, use_cache=False).logits

@@ -74,7 +74,7 @@ class RotaryAtPositions(nn.Module):
         return self._most_positions
 
     def forward(self, seq_len: int, **kwargs: Any) -> Any:
-        """Return `[T, 1, 1, D]` angles; of YaRN a tuple with its factor."""
+        """Return `[T, 1, 1, D]` angles, for YaRN in a tuple with its factor."""
         angles = self._rotary(seq_len)
         if isinstance(angles, tuple):
             return (angles[0].index_select(0, self.positions), *angles[1:])
@@ -82,7 +82,7 @@ class RotaryAtPositions(nn.Module):
 
 
 def use_positions(model: nn.Module, most_positions: int) -> list[RotaryAtPositions]:
-    """Replace the rotary embeddings of a GPTModel, its own and those of latent attention; return the replacements."""
+    """Replace the rotary embeddings of a GPTModel, also those of latent attention, and return the replacements."""
     replacements = []
     for holder in list(model.modules()):
         if isinstance(rotary := getattr(holder, "rotary_pos_emb", None), nn.Module):
@@ -92,7 +92,7 @@ def use_positions(model: nn.Module, most_positions: int) -> list[RotaryAtPositio
 
 
 class ModelPart:
-    """This rank's layers; the constructor is collective over the ranks of the engine.
+    """This rank's layers, constructed in a collective call of the engine's ranks.
 
     Args:
         settings: settings of the engine; `engine_kwargs["megatron_cfg"]` has those with which the policy computes.
@@ -134,12 +134,12 @@ class ModelPart:
 
     @torch.inference_mode()
     def read(self, rows: Mapping[str, Sequence[int]]) -> Tensor | None:
-        """Compute a pass, see `ContinuousEngine.read`; return `[b, V]` logits on place 0."""
+        """Compute a pass (see `ContinuousEngine.read`), and return `[b, V]` logits on place 0."""
         step = self.cache.read(rows)
         return self._at_place_0(self._call(step.token_ids, step.positions, step), len(rows))
 
     def _call(self, token_ids_T: Tensor, positions_T: Tensor, step: CachedPass | None = None) -> Tensor:
-        """Compute this stage, with the hidden states of the previous one; pass the result on to the next one.
+        """Compute this stage, with the hidden states of the previous one, and pass the result on to the next one.
 
         Returns:
             `[T, 1, D]` hidden states; of the last stage `[b, V]` logits after the last token of each row.
@@ -241,7 +241,7 @@ def _sizes(settings: EngineSettings) -> dict[str, Any]:
 
 
 def _start_groups(settings: EngineSettings, section: MegatronConfig, device: torch.device) -> None:
-    """Start Megatron Core's groups; several processes have met before and have a default group."""
+    """Start Megatron Core's groups, after the default group, which only several processes have already."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     elif settings.num_workers == 1:
@@ -255,7 +255,7 @@ def _start_groups(settings: EngineSettings, section: MegatronConfig, device: tor
 def _after(
     *, hidden_states: Tensor, output_layer: nn.Module, output_weight: Tensor | None, context: Tensor, **ignored: Any
 ) -> Tensor:
-    """Compute `[b, V]` logits after the tokens `context` of `hidden_states` `[T, 1, D]`; every rank has all of them."""
+    """Compute `[b, V]` logits on every rank after the tokens `context` of `hidden_states` `[T, 1, D]`."""
     logits_b1V, _ = output_layer(hidden_states[context], weight=output_weight, runtime_gather_output=True)
     logits_bV: Tensor = logits_b1V[:, 0]
     return logits_bV
@@ -289,7 +289,7 @@ class _HoldsPart:
     _part: ModelPart
 
     async def load_tensors(self, tensors: list[tuple[str, Tensor]]) -> None:
-        """See `Engine.load_tensors`; loads this rank's part of each tensor."""
+        """See `Engine.load_tensors`. It loads this rank's part of each tensor."""
         self._part.load_tensors(tensors)
 
     def record_reads(self) -> None:
@@ -310,7 +310,7 @@ class _HoldsPart:
 
 
 class MegatronEngine(_HoldsPart, ContinuousEngine):
-    """The engine; `engine_kwargs["megatron_cfg"]` has the settings with which the policy computes the model."""
+    """The engine, with the policy's settings of the model in `engine_kwargs["megatron_cfg"]`."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self._links: list[Link] = []
@@ -344,7 +344,7 @@ class MegatronEngine(_HoldsPart, ContinuousEngine):
         self._on_all("cache.clear")
 
     def _on_all(self, method: str, *args: Any, answering: Sequence[bool] = ()) -> list[Any]:
-        """Call a method of each part, or "cache.x"; return the own answer and those of the ranks in `answering`."""
+        """Call a method of each part, or "cache.x", and return the answers of this rank and of ranks in `answering`."""
         wanted = answering or [False] * len(self._links)
         answers = call_all(self._links, RankCall(method, args, {}, wants_answer=False), wanted)
         with ending_if_alone(self._links):
@@ -356,7 +356,7 @@ class MegatronEngine(_HoldsPart, ContinuousEngine):
         self._part.start_loading()
 
     def put_in_force(self) -> list[str]:
-        """See `RowsEngine.put_in_force`; returns hub names of the tensors that this rank was not sent."""
+        """See `RowsEngine.put_in_force`. It returns hub names of the tensors that this rank was not sent."""
         return self._part.not_loaded()
 
     @override
@@ -382,7 +382,7 @@ class MegatronRank(_HoldsPart, ServedRank):
         self._part.start_loading()
 
     async def finish_weight_update(self, version: int) -> list[str]:
-        """See `Engine.finish_weight_update`; returns hub names of the tensors that this rank was not sent."""
+        """See `Engine.finish_weight_update`. It returns hub names of the tensors that this rank was not sent."""
         return self._part.not_loaded()
 
     def weights_not_finite(self) -> list[str]:

@@ -17,7 +17,7 @@ from nemo_rl.data.interfaces import Message, TokenizerType
 
 
 def whole(text: str) -> str:
-    """Return a text with "?" for halves of characters, which JSON can hold and no tokenizer or file could take."""
+    """Replace lone surrogates by "?", because JSON can carry them, but tokenizers and files cannot."""
     return text.encode("utf-8", errors="replace").decode()
 
 
@@ -86,7 +86,7 @@ class ChatAnswer:
 
     @property
     def fields(self) -> Message:
-        """Further fields of its message in a log; `num_tokens` is there even if it is None."""
+        """Further fields of its message in a log, always with `num_tokens`, which may be None."""
         found: Message = {"num_tokens": self.num_tokens}
         if self.tool_calls:
             found["tool_calls"] = [
@@ -112,7 +112,7 @@ CHAT_TEMPLATE = """\
 
 
 def text_tokenizer() -> TokenizerType:
-    """Return the tokenizer; it has no special tokens, so no text can hold one."""
+    """Return the tokenizer, which has no special tokens, so that no text can hold one."""
     bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={byte: number for number, byte in enumerate(bytes_)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -26,7 +26,7 @@ _NO_MODEL = (
 
 
 async def check_endpoint(config: ModelEndpointConfig) -> None:
-    """Ask for the list of models; unless the model is in it, ask the model for one token.
+    """Ask for the list of models, and unless the model is in it, ask the model for one token.
 
     Raises:
         ConfigError: the endpoint cannot be reached, refuses the key, or does not have the model.
@@ -52,7 +52,7 @@ async def check_endpoint(config: ModelEndpointConfig) -> None:
 
 
 async def _names(config: ModelEndpointConfig, connection: EndpointConnection) -> list[str] | None:
-    """Return the models of an endpoint; None if it cannot say."""
+    """Return the models of an endpoint, or None if it cannot say."""
     try:
         listed = await connection.ask("GET", "models")
     except EndpointError as error:
@@ -76,7 +76,7 @@ async def _names(config: ModelEndpointConfig, connection: EndpointConnection) ->
 
 
 def _listed(listed: Any) -> list[str] | None:
-    """Return the names of a list in OpenAI's form; None if it has another form."""
+    """Return the names of a list in OpenAI's form, or None if it has another form."""
     try:
         return [str(each["id"]) for each in listed["data"]]
     except (TypeError, LookupError):

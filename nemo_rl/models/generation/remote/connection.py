@@ -44,7 +44,7 @@ class EndpointError(Exception):
 
 @dataclass(eq=False)
 class EndpointConnection:
-    """Connections to an endpoint; for one event loop."""
+    """Connections to an endpoint, for one event loop."""
 
     name: str
     """Name of the endpoint for errors: "the judge"."""
@@ -128,7 +128,7 @@ def printable(text: str) -> str:
 
 
 def seconds_of(retry_after: str | None) -> float:
-    """Return the seconds of a header Retry-After, a number or a date; 0 for nonsense, and at most an hour."""
+    """Return the seconds, at most an hour, of a header Retry-After (a number or a date), or 0 for nonsense."""
     if not retry_after:
         return 0.0
     try:
@@ -142,7 +142,7 @@ def seconds_of(retry_after: str | None) -> float:
 
 
 def pause_s(attempt: int, first_s: float, longest_s: float, error_wait_s: float) -> float:
-    """Return the seconds before a request is sent again: doubled each time, with jitter, or what the endpoint asks.
+    """Return the seconds before a request is sent again, doubled each time with jitter, or as the endpoint asks.
 
     Args:
         attempt: how often it was sent before this time.
@@ -155,7 +155,7 @@ def pause_s(attempt: int, first_s: float, longest_s: float, error_wait_s: float)
 
 
 def key_of(variable: str | None, key: str, user: str) -> str | None:
-    """Return the key of an endpoint from an environment variable; None without a variable.
+    """Return the key of an endpoint from an environment variable, or None without a variable.
 
     Args:
         key: key of the configuration that has the name.

@@ -47,7 +47,7 @@ _KEPT = ("role", "content", "name", "tool_calls", "tool_call_id")
 
 
 def chat_body(config: ModelEndpointConfig, request: GenerationRequest) -> dict[str, Any]:
-    """Return the fields of a request; a field that `extra_body` sets to null is left out.
+    """Return the fields of a request, without fields that `extra_body` sets to null.
 
     Args:
         request: has `chat`.
@@ -96,7 +96,7 @@ def _form(grammar: Grammar | None) -> dict[str, Any]:
 
 
 def _around(chat: ChatInput) -> dict[str, Any]:
-    """Return what a conversation has besides its messages."""
+    """Return the parts of a conversation besides its messages."""
     fields: dict[str, Any] = {}
     if chat.tools:
         fields["tools"] = [dict(tool) for tool in chat.tools]
@@ -229,7 +229,7 @@ def _arguments(given: Any) -> str:
 
 
 def _stop_string(choice: Mapping[str, Any]) -> str | None:
-    """Return the stop string, which vLLM and SGLang name; a number there is the token that ended the answer."""
+    """Return the stop string that vLLM or SGLang names, but not a number, which is the token at the answer's end."""
     found = choice.get("stop_reason", choice.get("matched_stop"))
     return whole(found) if isinstance(found, str) and found else None
 
@@ -282,7 +282,7 @@ class RequestCounts:
 
 
 class ChatModel(GenerationInterface):
-    """The model of an OpenAI-compatible endpoint; for one event loop.
+    """The model of an OpenAI-compatible endpoint, for one event loop.
 
     Args:
         tokenizer: encodes answers for the message log.
@@ -330,7 +330,7 @@ class ChatModel(GenerationInterface):
         return f"{self._open} requests to {self._config.base_url} are open." if self._open else ""
 
     def shutdown(self) -> None:
-        """Log the numbers of requests; connections end with the event loop."""
+        """Log the numbers of requests, and leave connections open until the event loop ends."""
         counts = self.counts
         logger.info(
             "Endpoint %s: %d requests, %d of them sent again after a failure, %d answers, %d without an answer.",
@@ -411,7 +411,7 @@ def connection_to(config: ModelEndpointConfig, timeout_s: float | None = None) -
 
 
 def _refusal(error: EndpointError) -> NoAnswerError | EndpointUnusableError:
-    """Return what a refused request means: for the run, or for its sample alone."""
+    """Return the error of a refused request, which ends the run or only the request's sample."""
     if error.status in _OF_THE_RUN:
         return EndpointUnusableError(
             f"{error}\nCheck {SECTION}.model, base_url and api_key_env. With eval.save_path the same command continues."

@@ -121,7 +121,7 @@ def read_answer(answer: Any) -> ServerAnswer:
 
 
 def version_of(label: Any) -> int:
-    """Return the number of a version label; a server that has never got weights has the label "default": version 0."""
+    """Return the number of a version label, where "default" of a server that has never got weights is version 0."""
     text = str(label)
     return int(text) if text.isdigit() else 0
 
@@ -223,7 +223,7 @@ class SglangEngine:
             del self._open[request_id]
 
     async def _rest(self, request_id: str, request: GenerationRequest, part: ResponseSoFar) -> GenerationResult:
-        """Ask for the rest of a response; return it with the part that was there."""
+        """Ask for the rest of a response, and return it with the part that was there."""
         most = min(request.sampling.max_new_tokens, self._max_model_len - len(request.prompt_token_ids))
         if request_id in self._aborted or len(part) >= most:
             reason: FinishReason = "length" if len(part) >= most else "abort"
@@ -316,7 +316,7 @@ class SglangEngine:
         return []
 
     async def sleep(self) -> None:
-        """See `Engine.sleep`; only a server that shares its GPUs with the policy frees its memory."""
+        """See `Engine.sleep`. Only a server that shares its GPUs with the policy frees its memory."""
         if self._sleeps and not self._is_asleep:
             await self._server.tell("release_memory_occupation", {})
             self._is_asleep = True

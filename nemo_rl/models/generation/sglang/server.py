@@ -93,7 +93,7 @@ class SglangServer:
         return await self._ask(self._answers, "POST", "generate", body)
 
     async def tell(self, path: str, body: Mapping[str, Any] | None = None) -> list[Any]:
-        """Call every server, also each one of a router; return the answers.
+        """Call every server, also each one of a router, and return the answers.
 
         Raises:
             WorkerDiedError: a server does not answer or reports a failure.
@@ -108,7 +108,7 @@ class SglangServer:
         return list(answers)
 
     async def _urls(self) -> list[str]:
-        """Return the addresses of a router's servers; a server itself has no list of them."""
+        """Return the addresses of a router's servers, of which a server itself has no list."""
         try:
             listed = await self._answers.ask("GET", "list_workers")
         except EndpointError as error:
@@ -147,7 +147,7 @@ def _is_healthy(url: str) -> bool:
 
 
 def server_arguments(settings: EngineSettings, config: SglangConfig, port: int) -> list[str]:
-    """Return the command line of a server; keys of `sglang_cfg` win over the library's own values."""
+    """Return the command line of a server, where keys of `sglang_cfg` win over the library's own values."""
     server = config.sglang_server_config
     sleeps = settings.can_sleep and server.needs_offload
     values: dict[str, Any] = {

@@ -42,7 +42,7 @@ _EXPERT = "{}.0.gate_proj.weight"
 
 
 def quantization_config(quantization: WeightQuantization, unquantized: Iterable[str]) -> dict[str, Any]:
-    """Return `quantization_config`, which replaces that of the model's files.
+    """Return `quantization_config`, which replaces the one in the model's files.
 
     Args:
         quantization: what is sent.
@@ -76,7 +76,7 @@ def warn_of_weights_only(quantization: WeightQuantization, capability: tuple[int
 
 
 def unquantized_layers(model: PretrainedConfig, quantization: WeightQuantization) -> list[str]:
-    """Return the names of linear layers and of lists of experts whose weights arrive as they are.
+    """Return the names of linear layers and of lists of experts whose weights arrive unquantized.
 
     Builds the Hugging Face model without memory.
     """
@@ -161,14 +161,14 @@ def engine_arguments(settings: EngineSettings, draft_folder: Path | None = None)
 
 
 def _draft_has_files(settings: EngineSettings) -> bool:
-    """Return whether a draft model has its weights from files; one that is trained gets them with the policy's."""
+    """Return whether a draft model has its weights from files, unlike a draft that is trained with the policy."""
     speculation = speculation_of(settings.engine_kwargs)
     is_trained = settings.draft is not None or settings.trains_mtp
     return speculation is not None and speculation.loads_weights and not is_trained
 
 
 def _reports(settings: EngineSettings) -> dict[str, bool]:
-    """Make vLLM return the experts of tokens, which it does on GPUs only; on CPUs `experts` reads them.
+    """Make vLLM return the experts of tokens, which it does on GPUs only, or let `experts` read them on CPUs.
 
     It reads them between two steps, when the tokens of a finished request are still in the cache.
     """
@@ -188,7 +188,7 @@ def _graphs(settings: EngineSettings) -> dict[str, int]:
 
 
 def _hf_overrides(settings: EngineSettings) -> Any:
-    """Merge changes to the model's configuration: the library's, then the policy's, then those of `vllm_kwargs`."""
+    """Merge changes to the model's configuration: the library's, then the policy's, then changes in `vllm_kwargs`."""
     own = settings.engine_kwargs.get("hf_overrides") or {}
     if not isinstance(own, Mapping):  # it may be a function of the configuration
         return own
@@ -208,7 +208,7 @@ def _updated(values: Mapping[str, Any], config: PretrainedConfig) -> PretrainedC
 
 
 def _float8(settings: EngineSettings, model: PretrainedConfig) -> dict[str, Any]:
-    """Describe float8 weights; where float8 is simulated, vLLM gets weights as always."""
+    """Describe float8 weights, or nothing if float8 is simulated and vLLM gets ordinary weights."""
     quantization = settings.quantization
     if quantization is None or quantization.simulated:
         return {}
@@ -216,7 +216,7 @@ def _float8(settings: EngineSettings, model: PretrainedConfig) -> dict[str, Any]
 
 
 def _head(settings: EngineSettings, model: PretrainedConfig, own: Mapping[str, Any]) -> dict[str, str]:
-    """Request float32 logits on GPUs, as in the trainer; otherwise vLLM rounds them to the weights' dtype.
+    """Request float32 logits on GPUs, as in the trainer, because vLLM would round them to the weights' dtype.
 
     Bfloat16 logits between 16 and 32 have steps of 0.125. The product uses the same kernel with another output dtype.
     On CPUs vLLM would copy the head to float32 in every step, and quantized heads refuse float32.

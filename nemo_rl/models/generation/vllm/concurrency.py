@@ -93,7 +93,7 @@ class CacheWatch:
         self._preempt(*arguments, **options)
 
     def begin_step(self) -> None:
-        """Note the start of a step; vLLM also takes out all requests for new weights, which does not count."""
+        """Note the start of a step, without counting requests that vLLM takes out for new weights."""
         self._before_step = self._num_preempted
 
     def end_step(self, num_ended: int) -> None:

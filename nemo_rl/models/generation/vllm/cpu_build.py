@@ -36,7 +36,7 @@ from nemo_rl.models.quantization import BlockFormat, WeightQuantization, rounded
 
 
 def repair_speculation() -> None:
-    """Make the repairs in this process, once; call it on CPUs before vLLM builds its worker."""
+    """Make the repairs in this process, once and on CPUs, before vLLM builds its worker."""
     from vllm.utils import cpu_triton_utils
     from vllm.v1.sample import rejection_sampler
     from vllm.v1.spec_decode import llm_base_proposer
@@ -93,7 +93,7 @@ def repeat_for_tokens(
 
 
 def compute_own_experts() -> None:
-    """Let CPU experts use the ids of this process's experts; experts of other ranks add nothing."""
+    """Let CPU experts use the ids of this process's experts, so that experts of other ranks add nothing."""
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe  # vLLM also imports it on CPUs only
 
     experts: Any = cpu_moe.CPUUnquantizedExperts
@@ -124,7 +124,7 @@ def exchange_tokens() -> None:
 def _all_gatherv(
     self: Any, input_: torch.Tensor | list[torch.Tensor], dim: int = 0, sizes: list[int] | None = None
 ) -> torch.Tensor | list[torch.Tensor]:
-    """Join the rows of all members; see `DeviceCommunicatorBase.all_gatherv`, `sizes` has the rows of each."""
+    """Join the rows of all members, whose numbers of rows are `sizes` (see `DeviceCommunicatorBase.all_gatherv`)."""
     assert dim == 0, "tokens are rows"
     if isinstance(input_, torch.Tensor):
         return _joined(self, input_, sizes)
@@ -142,7 +142,7 @@ def _joined(communicator: Any, own: torch.Tensor, sizes: list[int] | None) -> to
 
 
 def _reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
-    """Sum the rows that are this member's; see `DeviceCommunicatorBase.reduce_scatterv`.
+    """Sum the rows that are this member's (see `DeviceCommunicatorBase.reduce_scatterv`).
 
     The parts are added in the order of the members, so the sum for a token does not depend on its row.
     """
@@ -155,7 +155,7 @@ def _reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = -1, sizes: list
 
 
 def round_activations(worker: Any, quantization: WeightQuantization) -> int:
-    """Round the inputs of all linear layers with quantized weights from now on; return their number."""
+    """Round the inputs of all linear layers with quantized weights from now on, and return their number."""
     model: nn.Module = worker.model_runner.get_model()
     found = 0
     for name, module in model.named_modules():

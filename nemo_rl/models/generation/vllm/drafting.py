@@ -32,7 +32,7 @@ from nemo_rl.utils.errors import GenerationError
 _UNUSED = re.compile(r"model\.layers\.[1-9]\d*\.hidden_norm")
 """Norms that vLLM makes in layers that do not have them."""
 _MARK = "trained_with_policy"
-"""Key of the `config.json`, and of vLLM's `additional_config` for layers of the policy; weights arrive in syncs."""
+"""Key that marks a draft model whose weights come with each sync, not from files."""
 TRAINED_LAYERS = {_MARK: True}
 """vLLM's `additional_config` if the policy's layers for multi-token prediction arrive in syncs."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -55,7 +55,7 @@ def described(shape: DraftShape | None) -> Iterator[Path | None]:
 
 
 def keep_own_heads() -> None:
-    """Let a draft model that is trained with the policy keep its output head; call it before vLLM builds its worker.
+    """Let a draft model trained with the policy keep its output head. Call this before vLLM builds its worker.
 
     vLLM would give it the policy's head, because no file has one. Both of vLLM's model runners are changed: the first
     shares heads in its proposers, the second, which GPUs have, in a function. The second would also compare values, and
@@ -123,7 +123,7 @@ class OwnModules(nn.Module):
         return (module for _, module in self._own)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """See `torch.nn.Module.named_modules`; names begin with `PREFIX`."""
+        """Yield modules under names that begin with `PREFIX` (see `torch.nn.Module.named_modules`)."""
         return ((PREFIX + name, module) for name, module in self._own)
 
 
@@ -136,7 +136,7 @@ def is_for(draft: nn.Module, name: str) -> bool:
 
 
 def load_into_draft(draft: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Load tensors that belong to the draft model; not all of them have to be there."""
+    """Load tensors that belong to the draft model, not necessarily all of them."""
     load: Any = draft.load_weights
     with disable_mtp_completeness_check():
         load((name.removeprefix(PREFIX), tensor) for name, tensor in tensors)
@@ -180,7 +180,7 @@ class SpeculationWatch:
 
 
 def propose_to_the_end(worker: Any) -> None:
-    """Propose tokens for every request that has room for them; runs inside vLLM's worker on CPUs.
+    """Propose tokens for every request that has room for them, inside vLLM's worker on CPUs.
 
     vLLM proposes for no request as soon as one is near the end of the context, so tokens of the others would depend on
     it. Both proposers stop at the end of the context by themselves.

@@ -128,7 +128,7 @@ class VllmEngine(SteppedEngine):
             self._scoring.prompts[request_id] = request.prompt_token_ids
 
     def try_request(self, request_id: str, request: GenerationRequest) -> str | None:
-        """Call `add_request`; return why it refuses the request, or None."""
+        """Call `add_request`, and return why it refuses the request, or None."""
         try:
             self.add_request(request_id, request)
         except GenerationError as refusal:
@@ -136,7 +136,7 @@ class VllmEngine(SteppedEngine):
         return None
 
     def _submit(self, request_id: str, token_ids: list[int], params: VllmSamplingParams, priority: int = 0) -> None:
-        """Add a request; vLLM begins waiting ones with a smaller `priority` first."""
+        """Add a request, which vLLM begins before waiting requests with a larger `priority`."""
         prompt: Any = {"prompt_token_ids": token_ids}
         if not self._recomputes_cache:  # share keys and values only with requests since the same update
             prompt["cache_salt"] = str(self._num_updates)
@@ -166,7 +166,7 @@ class VllmEngine(SteppedEngine):
         return finished
 
     def finish_steps(self) -> list[Finished]:
-        """See `SteppedEngine.finish_steps`; with async scheduling vLLM has a batch in flight while a step returns."""
+        """See `SteppedEngine.finish_steps`. With async scheduling vLLM has a batch in flight while a step returns."""
         client: Any = self._engine.engine_core
         core = client.engine_core
         finished, step = list[Finished](), core.step_fn
@@ -179,7 +179,7 @@ class VllmEngine(SteppedEngine):
         return finished
 
     def step_with_others(self) -> list[Finished]:
-        """Step as one of several replicas: with exactly one forward pass; see `replicas`."""
+        """Step as one of several replicas, with exactly one forward pass (see `replicas`)."""
         executor: Any = self._engine.model_executor
         before = executor.num_passes
         finished = self.step()
@@ -188,7 +188,7 @@ class VllmEngine(SteppedEngine):
         return finished
 
     def _taken(self, output: RequestOutput, experts: Experts | None) -> list[Finished]:
-        """Return the response of an output; none if it has to be scored, which begins here."""
+        """Return the response of an output, or begin its scoring and return none if it has to be scored."""
         request_id = output.request_id
         del self._vllm_ids[request_id]
         if request_id in self._scoring.drawn:
@@ -221,7 +221,7 @@ class VllmEngine(SteppedEngine):
         return removed
 
     def _experts_so_far(self, request_id: str, num_sampled: int) -> Experts | None:
-        """Return the experts of a running request; None if there are none."""
+        """Return the experts of a running request, or None if there are none."""
         vllm_id = self._vllm_ids[request_id]
         running = self._scheduler.requests.get(vllm_id)
         if self._experts is None or running is None or not num_sampled:
@@ -230,7 +230,7 @@ class VllmEngine(SteppedEngine):
         return self._experts.of_running(vllm_id, running.num_computed_tokens, num_tokens)
 
     def sampled_so_far(self, request_id: str) -> tuple[list[int], list[float]]:
-        """See `SteppedEngine.sampled_so_far`; none of a response whose log-probabilities are known at its end only."""
+        """See `SteppedEngine.sampled_so_far`. It skips responses whose log-probabilities come only at their end."""
         if request_id in self._scoring.prompts:
             return [], []
         state = self._state(request_id)
@@ -245,7 +245,7 @@ class VllmEngine(SteppedEngine):
         return num_tokens
 
     def weights_not_finite(self) -> list[str]:
-        """See `SteppedEngine.weights_not_finite`; vLLM's names, without layers whose weights vLLM has packed."""
+        """See `SteppedEngine.weights_not_finite`. It gives vLLM's names, without layers whose weights vLLM packed."""
         of_ranks = self._engine.collective_rpc(non_finite_parameters)
         return list(dict.fromkeys(name for names in of_ranks for name in names))
 
@@ -275,7 +275,7 @@ class VllmEngine(SteppedEngine):
         return client.engine_core.scheduler
 
     def decode(self, token_ids: list[int]) -> str | None:
-        """See `SteppedEngine.decode`; None for tokenizers of other libraries, which may decode differently."""
+        """See `SteppedEngine.decode`. It returns None for tokenizers of other libraries, which may differ."""
         tokenizer = self._engine.renderer.tokenizer
         return sampled_text(tokenizer, token_ids) if isinstance(tokenizer, PreTrainedTokenizerBase) else None
 
@@ -289,7 +289,7 @@ class VllmEngine(SteppedEngine):
             self._engine.collective_rpc(begin_reload)
 
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """See `Engine.load_tensors`; the other ranks load the tensors that they receive themselves."""
+        """See `Engine.load_tensors`. The other ranks load the tensors that they receive themselves."""
         with packing_threads():
             load_tensors(self._engine.model_executor.driver_worker, tensors)
 
@@ -302,7 +302,7 @@ class VllmEngine(SteppedEngine):
         return take_reads(self._engine.model_executor.driver_worker)
 
     def finish_loading(self, *, changed: bool) -> list[str]:
-        """See `SteppedEngine.finish_loading`; vLLM computes running requests again if `recomputes_cache`."""
+        """See `SteppedEngine.finish_loading`. vLLM computes running requests again if `recomputes_cache`."""
         with packing_threads():
             of_ranks = self._engine.collective_rpc(finish_reload)
         if changed:
@@ -356,7 +356,7 @@ class VllmEngine(SteppedEngine):
 
 
 def _finished_batch(core: Any) -> tuple[Any, bool]:
-    """Take the oldest batch in flight, and schedule no other; in place of a step of vLLM's core."""
+    """Take the oldest batch in flight, without scheduling another, in place of a step of vLLM's core."""
     sampled, scheduled, executed = core.batch_queue.pop()
     output = sampled.result()
     if output is None:

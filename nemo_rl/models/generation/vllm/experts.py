@@ -159,7 +159,7 @@ class ExpertReports:
         }
 
     def of_running(self, vllm_id: str, num_computed: int, num_tokens: int) -> Experts | None:
-        """Return the experts of a request that is about to be ended; None where vLLM does not return them.
+        """Return the experts of a request that is about to be ended, or None where vLLM does not return them.
 
         Args:
             vllm_id: vLLM's id of the request.

@@ -107,7 +107,7 @@ class ResponseScoring:
         return [*self.prompts[request_id], *self.drawn[request_id].token_ids]
 
     def scored(self, output: RequestOutput) -> Finished:
-        """Return a response with the log-probabilities that vLLM has read, and drop it here."""
+        """Return the response with the log-probabilities of the second pass, and forget the request."""
         request_id = output.request_id
         prompt, drawn = self.prompts.pop(request_id), self.drawn.pop(request_id)
         # The first token of a prompt has no log-probability.

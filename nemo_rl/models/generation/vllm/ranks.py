@@ -62,7 +62,7 @@ class _Start(NamedTuple):
 
 
 def _build_worker(start: _Start, meeting: Meeting) -> WorkerWrapperBase:
-    """Build vLLM's worker of a rank, with its device and model; all ranks do this at the same time."""
+    """Build vLLM's worker of a rank, with its device and model, at the same time on all ranks."""
     parallel, name_on_machine = start.config.parallel_config, f"{start.identity}-{meeting.machine}"
     rank = meeting.place % parallel.world_size
     worker = WorkerWrapperBase(rpc_rank=0, global_rank=rank)
@@ -94,7 +94,7 @@ def _build_worker(start: _Start, meeting: Meeting) -> WorkerWrapperBase:
 
 
 def _make_stage_input(runner: Any) -> None:
-    """Allocate a stage's buffer for its input; vLLM allocates it in its warm-up, which it skips on CPUs."""
+    """Allocate a stage's buffer for its input, as vLLM does in its warm-up, which it skips on CPUs."""
     runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
         batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
     )
@@ -145,7 +145,7 @@ class RanksExecutor(UniProcExecutor):
             link.receive()
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
-        """See vLLM's executor; counts forward passes."""
+        """See vLLM's executor. Here it counts forward passes."""
         self.num_passes += scheduler_output.total_num_scheduled_tokens > 0
         return super().execute_model(scheduler_output, non_block)
 
@@ -184,7 +184,7 @@ class RanksExecutor(UniProcExecutor):
 
 
 class VllmRank(ServedRank):
-    """Workers 1, 2 ... of a vLLM engine; weight updates, sleep and recording of layers are calls of worker 0 too."""
+    """Workers 1, 2 ... of a vLLM engine, which take part in calls of worker 0 too (updates, sleep, recording)."""
 
     def __init__(self, settings: EngineSettings):
         meeting = listening(meet(settings))
@@ -200,7 +200,7 @@ class VllmRank(ServedRank):
         return value.get_output() if call.wants_answer and isinstance(value, AsyncModelRunnerOutput) else value
 
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """See `Engine.load_tensors`; loads this rank's part of each tensor."""
+        """See `Engine.load_tensors`. It loads this rank's part of each tensor."""
         load_tensors(self._worker, tensors)
 
     def record_reads(self) -> None:

@@ -60,7 +60,7 @@ class VllmReplicas(SteppedEngine):
         self._num_open = [0] * settings.num_replicas
 
     def add_request(self, request_id: str, request: GenerationRequest) -> None:
-        """See `SteppedEngine.add_request`; the replica with the fewest requests gets it."""
+        """See `SteppedEngine.add_request`. The replica with the fewest requests gets it."""
         replica = self._num_open.index(min(self._num_open))
         refusal: str | None = self._ask(replica, "try_request", request_id, request)
         if refusal is not None:
@@ -84,7 +84,7 @@ class VllmReplicas(SteppedEngine):
         return removed
 
     def _take_back(self, request_id: str) -> int:
-        """Forget a request that its replica has no more; return the replica."""
+        """Forget a request that its replica has no more, and return the replica."""
         replica = self._replica_of.pop(request_id)
         self._num_open[replica] -= 1
         return replica
@@ -104,7 +104,7 @@ class VllmReplicas(SteppedEngine):
         return list(dict.fromkeys(name for names in self._on_all("weights_not_finite") for name in names))
 
     def take_load(self) -> EngineLoad:
-        """See `SteppedEngine.take_load`; the sum over replicas, and the usage of the fullest cache."""
+        """See `SteppedEngine.take_load`. It sums over replicas, with the usage of the fullest cache."""
         loads: list[EngineLoad] = self._on_all("take_load")
         return EngineLoad(
             sum(load.num_preemptions for load in loads),
@@ -121,7 +121,7 @@ class VllmReplicas(SteppedEngine):
         self._on_all("start_loading")
 
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """See `Engine.load_tensors`; the other ranks load the tensors that they receive themselves."""
+        """See `Engine.load_tensors`. The other ranks load the tensors that they receive themselves."""
         await self._own.load_tensors(tensors)
 
     def record_reads(self) -> None:
@@ -137,7 +137,7 @@ class VllmReplicas(SteppedEngine):
         return [name for names in self._on_all("finish_loading", changed=changed) for name in names]
 
     async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
-        """See `Engine.layer_outputs`; of replica 0, while the others run empty passes."""
+        """See `Engine.layer_outputs`. Replica 0 gives them, while the others run empty passes."""
         return self._own.recorded_layers(token_ids, self.step)
 
     @override
@@ -179,7 +179,7 @@ class VllmReplica(ServedRank):
         return getattr(self._engine, str(call.method))(*call.args, **call.kwargs)
 
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """See `Engine.load_tensors`; loads this rank's part of each tensor."""
+        """See `Engine.load_tensors`. It loads this rank's part of each tensor."""
         await self._engine.load_tensors(tensors)
 
     def record_reads(self) -> None:

@@ -87,13 +87,13 @@ def tied_heads(model: torch.nn.Module) -> set[str]:
 
 
 def _storage(layer: torch.nn.Module) -> int:
-    """Return the address of a layer's weight; 0 if it has none, or none with memory."""
+    """Return the address of a layer's weight, or 0 if it has none, or none with memory."""
     weight = getattr(layer, "weight", None)
     return weight.untyped_storage().data_ptr() if isinstance(weight, torch.Tensor) else 0
 
 
 def load_tensors(worker: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Load tensors; each rank takes its part of them."""
+    """Load tensors, of which each rank takes its part."""
     runner = worker.model_runner
     given: Iterable[tuple[str, torch.Tensor]] = tensors
     recorder = recorder_of(worker)
@@ -129,7 +129,7 @@ def recorder_of(worker: Any) -> ReadRecorder | None:
 
 
 def one_by_one(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the experts of GPT-OSS under the names of single experts; other tensors unchanged."""
+    """Yield the experts of GPT-OSS under the names of single experts, and other tensors unchanged."""
     for name, tensor in tensors:
         stack = _STACKED_EXPERTS.fullmatch(name)
         if stack is None:
@@ -181,7 +181,7 @@ def _renew_convolution(mixer: MambaMixer2) -> None:
 
 @contextmanager
 def refusing_non_finite(model_name: str) -> Iterator[None]:
-    """Check each tensor that vLLM reads from a model's files in a block; later many are packed and cannot be checked.
+    """Check each tensor that vLLM reads from a model's files in a block, since packed ones cannot be checked.
 
     Raises:
         NonFiniteError: lists the tensors with NaN or infinity; raised at the end of the block.
@@ -226,7 +226,7 @@ def lost_tensors(model: torch.nn.Module, unbound: set[str]) -> set[str]:
 
 
 def incomplete_layers(model: torch.nn.Module) -> set[str]:
-    """Return layers of several tensors (query, key and value in one; experts) that lack some of them.
+    """Return layers of several tensors (query, key and value in one, experts) that lack some of them.
 
     vLLM would fill the rest with uninitialized memory. Embeddings are excluded: they are padded to a larger size.
     """
@@ -268,7 +268,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def residual_sum(output: Any) -> Tensor:
-    """Return the hidden states after a layer; vLLM's layers leave the last addition to the next layer."""
+    """Return the hidden states after a layer, whose last addition vLLM leaves to the next layer."""
     if not isinstance(output, tuple):
         hidden: Tensor = output
         return hidden

@@ -50,13 +50,13 @@ class Speculation:
 
     @property
     def method(self) -> str | None:
-        """The method; None: vLLM chooses it by the draft model."""
+        """The method, or None if vLLM chooses it by the draft model."""
         name = self.values.get("method")
         return "mtp" if isinstance(name, str) and name.endswith("_mtp") else name
 
     @property
     def num_tokens(self) -> int:
-        """Most tokens that are proposed for a request at a time; 1 if the model decides it."""
+        """Most tokens that are proposed for a request at a time, or 1 if the model decides it."""
         return int(self.values.get("num_speculative_tokens") or 1)
 
     @property
@@ -66,7 +66,7 @@ class Speculation:
 
 
 def speculation_of(engine_kwargs: Mapping[str, Any]) -> Speculation | None:
-    """Return the section of an engine's arguments; None without speculation.
+    """Return the section of an engine's arguments, or None without speculation.
 
     Raises:
         ConfigError: it is no mapping.
@@ -105,7 +105,7 @@ def proposes_with_latent_attention(speculation: Speculation, model_has_it: bool)
 
 
 def check_speculation(policy: PolicyConfig, cluster: ClusterConfig, model: Any) -> None:
-    """Refuse a section that vLLM cannot serve, or that would change what is sampled.
+    """Refuse a section that vLLM cannot serve, or that would change the distribution of samples.
 
     Args:
         policy: the `policy` section, with `generation`.

@@ -127,7 +127,7 @@ def checkpoint_bytes(policy: PolicyConfig, checkpointing: CheckpointingConfig) -
 
 
 def read_into(model: "PreTrainedModel", weights: Path) -> None:
-    """Read a checkpoint into a model of transformers, by the rules for names in memory; see `FolderBackend.read_into`.
+    """Read a checkpoint into a model of transformers by the rules for names in memory (see `FolderBackend.read_into`).
 
     The rules between Megatron Core and the hub are those of the export.
     """
@@ -145,7 +145,7 @@ def read_into(model: "PreTrainedModel", weights: Path) -> None:
 
 
 def write_model(weights: Path, target: Path, dtype: torch.dtype | None) -> None:
-    """Write a folder that `from_pretrained` loads, one tensor at a time; see `FolderBackend.write_model`."""
+    """Write a folder for `from_pretrained`, one tensor at a time (see `FolderBackend.write_model`)."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(weights, trust_remote_code=False)

@@ -48,7 +48,7 @@ _HALVES = {"_w": 0, "_v": 1}
 
 
 def import_huggingface(model_name: str, target: Path, dtype: str | None = None) -> int:
-    """Write a step folder without optimizer: `config.yaml` and `policy/weights`; call it in a separate process.
+    """Write a step folder without optimizer (`config.yaml` and `policy/weights`). Call this in a separate process.
 
     Args:
         model_name: hub id or local folder.
@@ -142,7 +142,7 @@ def _one_rank(section: MegatronConfig, layout: ParallelLayout) -> Iterator[None]
 
 
 def _state(config: PretrainedConfig, section: MegatronConfig, precision: torch.dtype) -> Any:
-    """Return the sharded state of the whole model, for names and shapes; its values are not used."""
+    """Return the sharded state of the whole model, for names and shapes but not for values."""
     from nemo_rl.models.megatron.checkpoints.run_state import model_state
     from nemo_rl.models.megatron.model.build import build_chunks
     from nemo_rl.models.megatron.scoring import give_scalar_head

@@ -58,7 +58,7 @@ _TORCH_STATES: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
 
 
 def is_distributed(optimizer: Any) -> bool:
-    """Return whether data-parallel ranks divide the state; then `state_to_save` returns copies."""
+    """Return whether data-parallel ranks divide the state, of which `state_to_save` then returns copies."""
     return any(isinstance(member, DistributedOptimizer) for member in parts_of(optimizer))
 
 
@@ -69,7 +69,7 @@ def has_state(optimizer: Any) -> bool:
 
 
 def common_step(optimizer: Any) -> float | None:
-    """Return the number of updates; None if the optimizer does not count them.
+    """Return the number of updates, or None if the optimizer does not count them.
 
     Raises:
         CheckpointError: parameters have different numbers of updates, which a checkpoint cannot hold.
@@ -84,13 +84,13 @@ def common_step(optimizer: Any) -> float | None:
 
 
 def loss_scale(optimizer: Any) -> dict[str, Any] | None:
-    """Return the state of the loss scale of float16; None for other dtypes."""
+    """Return the state of the loss scale of float16, or None for other dtypes."""
     scalers = [getattr(member, "grad_scaler", None) for member in parts_of(optimizer)]
     return next((scaler.state_dict() for scaler in scalers if scaler), None)
 
 
 def state_to_save(optimizer: Any, model: Sharded) -> Sharded:
-    """Return the optimizer state that this rank writes; collective.
+    """Return the optimizer state that this rank writes, in a collective call.
 
     Args:
         optimizer: Megatron Core's optimizer.
@@ -100,7 +100,7 @@ def state_to_save(optimizer: Any, model: Sharded) -> Sharded:
 
 
 def state_to_load(optimizer: Any, model: Sharded) -> Sharded:
-    """Return the optimizer state into which this rank reads a checkpoint; makes missing states."""
+    """Return the optimizer state into which this rank reads a checkpoint, after making missing states."""
     for member in parts_of(optimizer):
         _make_states(member)
     return _of_members(optimizer, model, loading=True)
@@ -156,7 +156,7 @@ def forget(optimizer: Any) -> None:
 
 
 def _inner(member: Any) -> list[torch.optim.Optimizer]:
-    """Return the torch optimizers of a member; one for each device if a part is updated on the host."""
+    """Return the torch optimizers of a member, one for each device if a part is updated on the host."""
     inner = member.optimizer
     return list(inner.sub_optimizers) if isinstance(inner, HybridDeviceOptimizer) else [inner]
 
@@ -246,7 +246,7 @@ def _make_states(member: Any) -> None:
 
 
 def _make_states_on_both(inner: HybridDeviceOptimizer) -> None:
-    """Make the states of an optimizer for two devices; its own `dummy_step` would make a random update."""
+    """Make the states of an optimizer for two devices, whose own `dummy_step` would make a random update."""
     for each in inner.sub_optimizers:
         for parameter, _ in _with_groups(each):
             for name in _TORCH_STATES[torch.optim.Adam]:
@@ -286,7 +286,7 @@ _REMAINDERS = float(1 << 15)
 
 
 def load(paths: CheckpointPaths, chunks: Sequence[Any], optimizer: Any, scheduler: Any) -> None:
-    """Restore the state that the writes of `prepared` wrote; collective.
+    """Restore the state that the writes of `prepared` wrote, in a collective call.
 
     Args:
         paths: a checkpoint of any mesh; without an optimizer folder the optimizer starts from the weights.
@@ -317,7 +317,7 @@ def prepared(
     hf_config: PretrainedConfig,
     keep: Keep = as_it_is,
 ) -> Iterator[Write]:
-    """Yield the writes of a checkpoint's parts; each part is prepared when the iterator reaches it; collective.
+    """Yield the writes of a checkpoint's parts in a collective call, preparing each part only when it is reached.
 
     Args:
         paths: folders to write; without an optimizer folder only the weights are written.
@@ -350,7 +350,7 @@ def prepared(
 
 
 def _of_all_ranks(optimizer: Any) -> tuple[bool, float | None]:
-    """Return whether any rank has optimizer state, and the step; a rank may hold no trained parameter."""
+    """Return whether any rank has optimizer state, and the step, since a rank may hold no trained parameter."""
     found: list[Any] = [None] * dist.get_world_size()
     with raise_on_all_ranks():
         mine = (has_state(optimizer), common_step(optimizer))
@@ -420,7 +420,7 @@ def _check_masters(folder: Path, chunks: Sequence[Any], optimizer: Any, loaded: 
 
 
 def model_state(chunks: Sequence[Any]) -> Sharded:
-    """Return the sharded state dict of this rank's parts; Megatron Core changes it, so make a new one for each use."""
+    """Return a sharded state dict of this rank's parts for one use, because Megatron Core changes it."""
     return {
         f"model{index}": unwrap(chunk).sharded_state_dict(metadata=dict(CONTENT)) for index, chunk in enumerate(chunks)
     }
@@ -451,7 +451,7 @@ def _generators() -> dict[str, Any]:
 
 
 def _restore_generators(folder: Path) -> None:
-    """Restore the random generators if the mesh is the saved one; on other meshes the ranks hold other parts."""
+    """Restore the random generators if the mesh is the saved one, since ranks of other meshes hold other parts."""
     file = rng_file(folder)
     saved = load_plain(file) if file.exists() else None
     if saved is None or saved["mesh"] != _mesh():

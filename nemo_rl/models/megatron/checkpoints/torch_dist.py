@@ -64,7 +64,7 @@ class _Prepared(TorchDistSaveShardedStrategy):
         """Parts of this rank, by name."""
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any, async_strategy: str = "") -> AsyncRequest:
-        """Keep the state that has passed the checks; called by `dist_checkpointing.save`."""
+        """Keep the state that has passed the checks, when `dist_checkpointing.save` calls this."""
         self.parts, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
         for name, parts in self.parts.items():
             for index, part in enumerate(parts):
@@ -81,12 +81,12 @@ class _Planner(MCoreSavePlanner):
         self._late = late
 
     def transform_object(self, write_item: Any, object: Any) -> Any:
-        """Return the object to write; called by torch's writer for each item."""
+        """Return the object to write, when torch's writer calls this for each item."""
         return self._late(write_item.index.fqn, object) if isinstance(object, Tensor) else object
 
 
 def prepare(folder: Path, state: Sharded, keep: Keep = as_it_is, late: Keep = as_it_is) -> Write:
-    """Prepare to write a folder; collective.
+    """Prepare to write a folder, in a collective call.
 
     Args:
         folder: created if it does not exist.
@@ -125,7 +125,7 @@ def _write(
 
 
 def read(folder: Path, state: Sharded) -> dict[str, Any]:
-    """Read this rank's part of a folder, into the tensors of `state`; collective.
+    """Read this rank's part of a folder into the tensors of `state`, in a collective call.
 
     Args:
         folder: folder that `prepare` wrote, on any mesh.

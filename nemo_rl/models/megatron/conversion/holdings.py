@@ -79,7 +79,7 @@ class Holder:
 
 
 def num_mtp_layers(chunks: Sequence[nn.Module]) -> int:
-    """Return the number of layers for multi-token prediction of the whole model; a repeated layer counts once."""
+    """Return the whole model's number of layers for multi-token prediction, counting a repeated layer once."""
     config = unwrap(chunks[0]).config
     return min(config.mtp_num_layers or 0, 1) if config.mtp_use_repeated_layer else config.mtp_num_layers or 0
 
@@ -101,7 +101,7 @@ def held_here(chunks: Sequence[nn.Module], rules: Rules, groups: Groups) -> dict
 
 
 def holders(held: Mapping[str, Tensor], rules: Rules, groups: Groups) -> dict[str, Holder]:
-    """Locate each parameter of the model; collective over pipeline and experts.
+    """Locate each parameter of the model, in a collective call over pipeline and experts.
 
     Raises:
         CheckpointError: a parameter has no rule, or a rule has no parameter.
@@ -164,7 +164,7 @@ def held_tensors(
     dtype: torch.dtype | None = None,
     value: Callable[[Tensor], Tensor] = Tensor.detach,
 ) -> Iterator[Readable]:
-    """Yield the hub tensors of the parameters that the rules describe; see `held_hf_weights`.
+    """Yield the hub tensors of the parameters that the rules describe (see `held_hf_weights`).
 
     Args:
         held: this rank's shards, by their names in the whole model.
@@ -224,7 +224,7 @@ class _Shard:
     groups: Groups
 
     def blocks(self, num_experts: int) -> Iterator[_Block]:
-        """Yield the blocks of hub tensors in the shard; a stack of experts has `num_experts` of them."""
+        """Yield the blocks of hub tensors in the shard, `num_experts` of them for a stack of experts."""
         rule, shape = self.rule, tuple(self.tensor.shape)
         num_shards = self.groups.num_shards(rule)
         number = self.groups.dividing(rule).rank() if num_shards > 1 else 0

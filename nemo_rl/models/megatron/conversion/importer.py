@@ -30,7 +30,7 @@ from nemo_rl.utils.errors import CheckpointError, GenerationError
 def load_huggingface(
     chunks: Sequence[nn.Module], hf_config: PretrainedConfig, folder: Path, *, has_scalar_head: bool = False
 ) -> None:
-    """Fill every parameter of this rank's chunks; collective over pipeline and experts.
+    """Fill every parameter of this rank's chunks, in a collective call over pipeline and experts.
 
     Args:
         chunks: the rank's virtual stages, wrapped or not.
@@ -114,7 +114,7 @@ class _Sent:
 
 
 class HubReceiver:
-    """Receives the tensors of weight updates; the constructor is collective over pipeline and experts.
+    """Receives the tensors of weight updates, with a constructor that is collective over pipeline and experts.
 
     Args:
         chunks: the rank's virtual stages.

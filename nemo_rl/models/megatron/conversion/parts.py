@@ -50,7 +50,7 @@ class RowLayout(Protocol):
 
 @dataclass(frozen=True)
 class Stacked:
-    """Parts of the same size; each shard holds its share of the first part, then of the second part, and so on."""
+    """Parts of the same size, of which each shard holds its share of the first, then of the second, and so on."""
 
     num_parts: int = 1
     """2 for gate above up; 1 for a parameter that is one hub tensor."""
@@ -68,7 +68,7 @@ class Stacked:
 
 @dataclass(frozen=True)
 class Grouped:
-    """Queries, keys and values of attention; for each key head: the query heads that share it, the key, the value.
+    """Queries, keys and values of attention, as rows of each key head's queries, then its key, then its value.
 
     Shards are equal ranges of these rows. With more shards than key heads the ranges divide groups, and Megatron Core
     gathers the projections.
@@ -207,7 +207,7 @@ class Rule:
         return slice(first, first + width)
 
     def joined(self, index: int, shards: Sequence[Tensor]) -> Tensor:
-        """Join a part from its rows in each shard; a view if one shard holds all rows together.
+        """Join a part from its rows in each shard, as a view if one shard holds all rows together.
 
         Args:
             index: index of the part.

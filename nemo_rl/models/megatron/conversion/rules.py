@@ -96,7 +96,7 @@ def _attention(
     normed_heads: bool = False,
     has_sinks: bool = False,
 ) -> Iterator[Rule]:
-    """Yield the rules of attention with grouped heads; a bias argument of None takes the configuration's value."""
+    """Yield the rules of attention with grouped heads, with the configuration's value for a bias of None."""
     configured = bool(getattr(config, "attention_bias", False))
     head_dim = head_size(config)
     groups = Grouped(config.num_attention_heads // config.num_key_value_heads, head_dim)
@@ -114,7 +114,7 @@ def _attention(
 
 
 def _latent_attention(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
-    """Yield the rules of multi-head latent attention; the down projections are whole on every rank."""
+    """Yield the rules of multi-head latent attention, whose down projections are whole on every rank."""
     biased = bool(config.attention_bias)
     if config.q_lora_rank is None:
         yield _same(f"{ours}linear_q_proj.weight", f"{theirs}q_proj.weight", dim=0)
@@ -175,7 +175,7 @@ def _deepseek_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[
 
 
 def _gpt_oss_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
-    """Yield the rules of experts stored as transposed stacks with interleaved gate and up; all layers have biases."""
+    """Yield the rules of experts in transposed stacks with interleaved gate and up, with biases in all layers."""
     yield _same(f"{ours}router.weight", f"{theirs}router.weight")
     yield _same(f"{ours}router.bias", f"{theirs}router.bias")
     for expert in range(config.num_local_experts):

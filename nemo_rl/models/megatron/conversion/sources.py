@@ -30,7 +30,7 @@ _SHOWN = 5
 
 
 def sources(rules: Rules, files: TensorFiles, folder: Path) -> dict[str, tuple[Part, ...]]:
-    """Return the parts of each parameter in these files; a scalar head that the files lack is left out.
+    """Return the parts of each parameter in these files, without a scalar head that the files lack.
 
     Raises:
         CheckpointError: a tensor is missing or unknown, or a tied head is not the embedding.
@@ -88,7 +88,7 @@ def _require_copy(files: TensorFiles, copy: str, repeated: str) -> None:
 
 
 def listed(title: str, names: Iterable[str]) -> str:
-    """Return a title and the first names as a sentence; empty if there are no names."""
+    """Return a title and the first names as a sentence, or an empty text if there are no names."""
     found = sorted(names)
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return f"{title}{', '.join(found[:_SHOWN])}{more}." if found else ""
@@ -105,7 +105,7 @@ _EXPONENT_BIAS = 127
 
 
 class DequantizedFiles(TensorFiles):
-    """Tensors of files by the names of weights; tensors of scales are hidden.
+    """Tensors of files by the names of weights, without the tensors of scales.
 
     Args:
         files: as in `TensorFiles`.
@@ -133,7 +133,7 @@ class DequantizedFiles(TensorFiles):
         yield from self._mxfp4
 
     def like(self, name: str) -> Tensor:
-        """See `TensorFiles`; dequantised tensors are float32."""
+        """See `TensorFiles`. Dequantised tensors are float32."""
         if name in self._mxfp4:
             experts, rows, groups, half = super().like(name + _BLOCKS).shape
             return torch.empty(experts, groups * half * 2, rows, device="meta")

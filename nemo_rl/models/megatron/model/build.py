@@ -60,7 +60,7 @@ def require_packed_attention(chosen: str | None, capability: tuple[int, int], *,
 
 
 def uses_transformer_engine(options: MegatronConfig, device: torch.device) -> bool:
-    """Return whether layers are those of Transformer Engine."""
+    """Return whether layers are from Transformer Engine."""
     return device.type == "cuda" and HAVE_TE and options.transformer_impl != "local"
 
 
@@ -73,7 +73,7 @@ def build_chunks(
     seed: int = 0,
     trains: bool = True,
 ) -> list[GPTModel]:
-    """Build this rank's part of the model; Megatron Core's parallel state must be initialized.
+    """Build this rank's part of the model, after Megatron Core's parallel state is initialized.
 
     Args:
         hf_config: Hugging Face configuration of the model.
@@ -118,7 +118,7 @@ def unwrap(chunk: nn.Module) -> GPTModel:
 def transformer_config(
     family: Family, hf_config: PretrainedConfig, options: MegatronConfig, precision: torch.dtype, device: torch.device
 ) -> TransformerConfig:
-    """Build Megatron Core's configuration of a model; see `build_chunks`."""
+    """Build Megatron Core's configuration of a model (see `build_chunks`)."""
     fields = family.transformer_fields(hf_config)
     fields |= _sharding(options) | _precision(precision) | _recomputation(options)
     if "num_moe_experts" in fields:
@@ -240,7 +240,7 @@ def _has_fused_gradients() -> bool:
 
 
 def _routing(hf_config: PretrainedConfig, options: MegatronConfig) -> dict[str, Any]:
-    """Return the routing fields; options that are None keep the value of the family or of Megatron Core."""
+    """Return the routing fields, with the value of the family or of Megatron Core for options that are None."""
     coefficient = options.moe_aux_loss_coeff
     asked = {
         "moe_router_dtype": options.moe_router_dtype,

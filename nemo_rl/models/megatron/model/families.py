@@ -70,11 +70,11 @@ class Family:
         }
 
     def rotary(self, hf_config: PretrainedConfig) -> Rotary | None:
-        """Return the model's rotary embedding; None if the layers have their own."""
+        """Return the model's rotary embedding, or None if the layers have their own."""
         return rotary_of(hf_config)
 
     def embedding_scale(self, hf_config: PretrainedConfig) -> float | None:
-        """Return the factor on the token embeddings; None: no factor."""
+        """Return the factor on the token embeddings, or None for no factor."""
         return None
 
 
@@ -205,7 +205,7 @@ class Llama(Family):
 
 
 class Mistral(Family):
-    """Mistral 7B and its successors; a window, if any, is in all layers."""
+    """Mistral 7B and its successors, with a window, if any, in all layers."""
 
     model_types: ClassVar[tuple[str, ...]] = ("mistral",)
 
@@ -278,7 +278,7 @@ _EPS_OF_LATENT_NORMS = 1e-6
 
 
 class DeepseekV3(Family):
-    """DeepSeek-V3 and R1; heads for multi-token prediction are not part of the model that is trained."""
+    """DeepSeek-V3 and R1, of which heads for multi-token prediction are not part of the trained model."""
 
     model_types: ClassVar[tuple[str, ...]] = ("deepseek_v3",)
 
@@ -433,7 +433,7 @@ def quick_gelu(x: Tensor) -> Tensor:
 
 
 class GptOss(Family):
-    """GPT-OSS; in its MLP the gate is clamped above, `up` on both sides, and 1 is added to `up` before gating."""
+    """GPT-OSS, whose MLP clamps the gate above and `up` on both sides, and adds 1 to `up` before gating."""
 
     model_types: ClassVar[tuple[str, ...]] = ("gpt_oss",)
 

@@ -63,7 +63,7 @@ def choose_spec(
 def mtp_spec(
     config: TransformerConfig, layers: TransformerBlockSubmodules, vp_stage: int | None
 ) -> MultiTokenPredictionBlockSubmodules | None:
-    """Build the specification of the stage's multi-token-prediction layers; None if it has none.
+    """Build the specification of the stage's multi-token-prediction layers, or return None if it has none.
 
     Args:
         layers: specification of the stage's layers; the last one is repeated.

@@ -253,7 +253,7 @@ class TwoRotaryAttention(SelfAttention):
     """
 
     def forward(self, *args: Any, rotary_pos_emb: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """See `SelfAttention`; `rotary_pos_emb` is `[T, 1, 1, 2 * D]`."""
+        """See `SelfAttention`. Here `rotary_pos_emb` is `[T, 1, 1, 2 * D]`."""
         config = self.config
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, self.layer_number)
         # Megatron Core repeats the frequencies: [windowed, full, windowed, full], each of D / 2.
@@ -281,7 +281,7 @@ class ReplicatedLinear(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """Map `[..., inputs]` to `[..., outputs]`; return None as the bias, as Megatron Core's linear layers do."""
+        """Map `[..., inputs]` to `[..., outputs]`, with None as the bias, as Megatron Core's linear layers do."""
         return F.linear(x, self.weight), None
 
 
@@ -339,7 +339,7 @@ _COPIES = "_fp8_workspaces"
 
 
 def free_float8_copies(chunks: Iterable[nn.Module]) -> None:
-    """Free the float8 copies of the weights; the next pass makes them again. Other layers have none."""
+    """Free the float8 copies of the weights that some layers have, until the next pass makes them again."""
     for chunk in chunks:
         for module in chunk.modules():
             getattr(module, _COPIES, {}).clear()

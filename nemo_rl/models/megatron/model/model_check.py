@@ -86,7 +86,7 @@ def check_options(keys: str, asked: MegatronConfig, fields: Mapping[str, Any]) -
 
 
 def check_mtp(section: str, policy: PolicyConfig, model: PretrainedConfig) -> Findings:
-    """Find reasons why the model cannot be trained with its layers for multi-token prediction; none if it is not.
+    """Find reasons why the model cannot be trained with its layers for multi-token prediction, if it is to be.
 
     Args:
         section: name of the section, such as `policy`.
@@ -137,7 +137,7 @@ def check_overrides(keys: str, overrides: Collection[str], known: Collection[str
 
 @cache
 def _fields_of(kind: str) -> Collection[str]:
-    """Read the fields of one of Megatron Core's dataclasses from its source; empty if it is not installed."""
+    """Read the fields of one of Megatron Core's dataclasses from its source, or none if it is not installed."""
     package = importlib.util.find_spec("megatron")
     folders = [] if package is None else list(package.submodule_search_locations or ())
     sources = [Path(folder) / "core" / name for folder in folders for name in _SOURCES]

@@ -95,7 +95,7 @@ class MTPLoss:
         self._sums_D2 = torch.zeros(self.num_depths, 2, dtype=torch.float64, device=device)
 
     def begin(self, microbatches: Sequence[RankInputs]) -> None:
-        """Count the tokens of all microbatches of an update; collective over the ranks with different tokens."""
+        """Count the tokens of all microbatches of an update, in a collective call of ranks with different tokens."""
         counts = [[len(tokens.targets_n) for tokens in inputs.further] for inputs in microbatches]
         self._counts_D = torch.tensor(counts, dtype=torch.float64, device=self._counts_D.device).sum(0)
         dist.all_reduce(self._counts_D, group=self._tokens)
@@ -125,7 +125,7 @@ class MTPLoss:
         return loss / self._counts_D[depth].clamp(min=1).to(loss.dtype)
 
     def end_update(self) -> dict[str, float]:
-        """Return the metrics of the update, equal on all ranks; collective."""
+        """Return the metrics of the update, equal on all ranks, in a collective call."""
         sums = self._sums_D2.clone()
         for group in (self._tokens, self._stages):
             dist.all_reduce(sums, group=group)

@@ -1,4 +1,4 @@
-"""Count what a policy computes: the cost of a pass over rows, and the passes of a step.
+"""Count the work of a policy: the cost of a pass over rows, and the passes of a step.
 
 Count what a policy computes in a step, so that a run can report its throughput.
 
@@ -94,7 +94,7 @@ class PassWork:
 
 
 class WorkCount:
-    """The passes of a policy since they were last taken; threads may count at the same time.
+    """The passes of a policy since they were last taken, counted by several threads at the same time.
 
     Args:
         describe: returns what a pass over rows costs; called when it is first needed, and again a few times if it
@@ -118,7 +118,7 @@ class WorkCount:
 
     @contextmanager
     def of(self, kind: PassKind, lengths: Iterable[int] = (), shared_tokens: int = 0) -> Generator[None]:
-        """Count the block as passes over rows of these lengths, if it ends without an error; see `PassWork`."""
+        """Count the block as passes over rows of these lengths, if it ends without an error (see `PassWork`)."""
         started = time.perf_counter()
         yield
         with self._guard:

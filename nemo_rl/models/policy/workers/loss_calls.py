@@ -47,12 +47,12 @@ _BUILDERS: dict[LossInputType, BuildInputs] = {
 
 
 def input_type_of(loss_fn: AnyLossFunction) -> LossInputType:
-    """Return the input type of a loss; log-probabilities if a user's own loss declares none."""
+    """Return the input type of a loss, or log-probabilities if a user's own loss declares none."""
     return getattr(loss_fn, "input_type", LossInputType.LOGPROB)
 
 
 def extra_keys(loss_fn: AnyLossFunction) -> tuple[str, ...]:
-    """Return the keys that this loss needs in addition to those of every training batch."""
+    """Return the keys that this loss needs beyond the keys of every training batch."""
     keys = ["reference_policy_logprobs"] if getattr(loss_fn, "needs_reference", False) else []
     if input_type_of(loss_fn) is LossInputType.DISTILLATION:
         keys += ["teacher_topk_logits", "teacher_topk_indices"]
@@ -175,7 +175,7 @@ def join_updates(updates: Sequence[Mapping[str, float]], loss_fn: AnyLossFunctio
 
 
 def _weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
-    """Average values; a single value is returned bit for bit, and weights of 0 everywhere count as equal weights."""
+    """Average values (a single value bit for bit), with equal weights if all weights are 0."""
     if len(values) == 1:
         return values[0]
     return statistics.fmean(values, weights if any(weights) else None)

@@ -195,11 +195,11 @@ class PolicyWorker(ScoringWorker):
             self.backend.advance_schedule()
 
     def non_finite_weights(self) -> list[str]:
-        """Return the names of the weights that hold NaN or infinity on any rank; collective."""
+        """Return the names of the weights that hold NaN or infinity on any rank, in a collective call."""
         return on_all_ranks(not_finite(self.backend.weights_here()))
 
     def iterate_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Call `PolicyBackend.iterate_weights`; all ranks must exhaust the iterator together."""
+        """Call `PolicyBackend.iterate_weights`, whose iterator all ranks must exhaust together."""
         return self.backend.iterate_weights(dtype)
 
     def move_optimizer_state(self, to_host: bool) -> None:
@@ -233,7 +233,7 @@ class PolicyWorker(ScoringWorker):
         self._sender.begin(self.backend.held_weights(getattr(torch, dtype)))
 
     def _new_sender(self, lanes: list[Lane], encoding: Encoding | None) -> WeightSender:
-        """Make the sender of this rank; collective, because the others must not wait for blocks of one that failed."""
+        """Make this rank's sender in a collective call, so that no rank waits for the blocks of a failed one."""
         rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
         group = dist.group.WORLD if dist.is_initialized() else None
         sender, failures = None, []
@@ -254,7 +254,7 @@ class PolicyWorker(ScoringWorker):
             self._sender = None
 
     def next_weight_buckets(self) -> list[Bucket]:
-        """Give and take blocks of the next tensors, and pack a bucket of each lane; collective over all ranks."""
+        """Give and take blocks of the next tensors, and pack a bucket of each lane, in a call of all ranks."""
         assert self._sender is not None, "begin_weight_stream comes first"
         return self._sender.next_buckets()
 
@@ -264,7 +264,7 @@ class PolicyWorker(ScoringWorker):
         self._sender.send(bucket)
 
     def save_checkpoint(self, weights_path: str, optimizer_path: str | None = None, background: bool = False) -> None:
-        """Write this rank's part of a checkpoint; with `background`, return when the state is copied.
+        """Write this rank's part of a checkpoint, and with `background` return as soon as the state is copied.
 
         Raises:
             CheckpointError: a weight is not finite, on any rank; nothing is written.
@@ -294,7 +294,7 @@ class PolicyWorker(ScoringWorker):
             saving.result()
 
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
-        """Restore a checkpoint; the reference weights remain those of `policy.model_name`.
+        """Restore a checkpoint, except the reference weights, which remain those of `policy.model_name`.
 
         Raises:
             CheckpointError: a rank cannot read the checkpoint.
@@ -325,7 +325,7 @@ def _paths(weights_path: str, optimizer_path: str | None) -> CheckpointPaths:
 
 
 def _differentiable(loss: Tensor, logprobs_K: Tensor) -> Tensor:
-    """Return a loss that backward can run on; that of a microbatch without counted tokens may be a constant."""
+    """Return a loss that backward can run on, also for a constant of a microbatch without counted tokens."""
     return loss if loss.requires_grad else loss + 0.0 * logprobs_K.sum()
 
 
@@ -366,7 +366,7 @@ class PolicyRank(PolicyWorker):
             keep_freed_memory()
 
     def record_updates(self, *, of_modules: bool) -> None:
-        """Record the updates from now on, until `take_updates`; see `UpdateRecorder`."""
+        """Record the updates from now on, until `take_updates` (see `UpdateRecorder`)."""
         self._stop_recorder()
         self.recorder = UpdateRecorder(self.backend, of_modules=of_modules, gives_scores=self._gives_scores)
 
@@ -376,7 +376,7 @@ class PolicyRank(PolicyWorker):
         return [] if recorder is None else recorder.take()
 
     def _stop_recorder(self) -> UpdateRecorder | None:
-        """Return the recorder, which sees no further update; None if there is none."""
+        """Return the recorder, which sees no further update, or None if there is none."""
         recorder, self.recorder = self.recorder, None
         if recorder is not None:
             recorder.stop_watching()

@@ -1,4 +1,4 @@
-"""Score the rows of one rank, for every training backend; `rank.PolicyWorker` adds what changes the model.
+"""Score the rows of one rank, for every training backend. `rank.PolicyWorker` adds methods that change the model.
 
 What a model gives for a token is a property of its head: a log-probability, or a number of a scalar head. Which tokens
 are asked is a property of the inputs (`models.training.inputs`). Invariant: as in `rank`, all ranks make the same calls
@@ -55,7 +55,7 @@ class ScoringWorker:
         return self._of_tokens(data, sizes)
 
     def get_values(self, data: BatchedDataDict[Any], sizes: Sequence[int]) -> Tensor:
-        """Return the scalar head's output before every token of this rank's rows; only for models with such a head.
+        """Return the scalar head's output before every token of this rank's rows, for models with such a head.
 
         Args:
             data: as in `get_logprobs`, or stored rows.
@@ -81,7 +81,7 @@ class ScoringWorker:
         return list(layers), [self.backend.join_tokens(output)[: len(token_ids)] for output in outputs]
 
     def score(self, data: BatchedDataDict[Any], sizes: Sequence[int]) -> Tensor:
-        """Score this rank's whole rows; only for reward models.
+        """Score this rank's whole rows, for reward models only.
 
         Args:
             data: `input_ids [b, T]` and `input_lengths [b]`, in microbatch order.
@@ -138,7 +138,7 @@ class ScoringWorker:
         return stored.keep(rows, scores) if self._gives_scores else None
 
     def _of_tokens(self, data: BatchedDataDict[Any], sizes: Sequence[int]) -> Tensor:
-        """Return what the model gives for every token that has a predecessor, `[b, T]`."""
+        """Return the model's values for every token that has a predecessor, `[b, T]`."""
         microbatches = list(split_rows(data, sizes))
         inputs = [
             build_model_inputs(rows, all_targets(rows), self._layout, self.backend.device) for rows in microbatches
@@ -153,6 +153,6 @@ class ScoringWorker:
         return self._given(scores)
 
     def _given(self, parts: list[Tensor]) -> Tensor:
-        """Join the scores of all microbatches; empty if another rank returns them, or this stage has none."""
+        """Join the scores of all microbatches, or return no scores if another rank or stage has them."""
         device_for(self.backend.device.type != "cpu").synchronize()
         return torch.cat(parts) if self._gives_scores else torch.empty(0)

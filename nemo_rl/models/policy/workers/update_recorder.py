@@ -84,7 +84,7 @@ class UpdateRecorder:
             self.stop_watching()
 
     def note(self, rows: BatchedDataDict[Any], inputs: ModelInputs, scores: Tensor, loss: Tensor) -> None:
-        """Record scores and loss of a microbatch; filler rows, which have one token, are left out."""
+        """Record scores and loss of a microbatch, without filler rows, which have one token."""
         if not self._gives_scores:
             return
         update = self._updates[-1]
@@ -132,7 +132,7 @@ class UpdateRecorder:
 
 
 def _first_tensor(output: Any) -> Tensor | None:
-    """Return the first tensor of numbers in the output of a module, this rank's part of it; None if there is none."""
+    """Return this rank's part of the first tensor of numbers in a module's output, or None if there is none."""
     if isinstance(output, Tensor):
         local: Tensor = output.to_local() if hasattr(output, "to_local") else output
         return local if torch.is_floating_point(local) else None
