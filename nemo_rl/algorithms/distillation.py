@@ -168,7 +168,7 @@ def setup(
 
 
 def recipe(config: DistillationMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
-    """Build the recipe of distillation, with the parts that the program passes; start nothing.
+    """Build the recipe of distillation, with the parts that the program passes, without starting anything.
 
     Raises:
         ConfigError, DataError: the configuration, the data or the teacher cannot be used.

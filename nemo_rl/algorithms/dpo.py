@@ -45,7 +45,7 @@ class ReferenceLogprobs:
 
 
 def recipe(config: DPOMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
-    """Build the recipe of DPO, or of KTO; start nothing. Arguments and errors as in `sft.recipe`."""
+    """Build the recipe of DPO or KTO without starting anything, with the arguments and errors of `sft.recipe`."""
     set_seed(config.dpo.seed)
     tokenizer = user_parts.tokenizer_of(config.policy)
     if config.dpo.preference_loss == "kto":

@@ -114,7 +114,7 @@ def setup(
 
 
 def recipe(config: GRPOMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
-    """Build the GRPO recipe from the configuration and user-supplied parts; start nothing.
+    """Build the GRPO recipe from the configuration and user-supplied parts without starting anything.
 
     Raises:
         ConfigError, DataError: the configuration or the data cannot be used.

@@ -32,7 +32,7 @@ type Batch = BatchedDataDict[Any]
 
 
 def recipe(config: DPOMasterConfig, tokenizer: PreTrainedTokenizerBase, user_parts: UserParts = NOTHING) -> Recipe:
-    """Build the recipe of KTO, with the parts that the program passes; start nothing."""
+    """Build the recipe of KTO, with the parts that the program passes, without starting anything."""
 
     def stages(models: Mapping[str, Policy]) -> list[Stage]:
         return [KTOPreparation(models["policy"], config.policy.max_total_sequence_length)]

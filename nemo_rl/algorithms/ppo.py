@@ -241,7 +241,7 @@ def setup(
 
 
 def recipe(config: PPOMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
-    """Build the PPO recipe from the configuration and user-supplied parts; start nothing.
+    """Build the PPO recipe from the configuration and user-supplied parts without starting anything.
 
     Raises:
         ConfigError, DataError: the configuration or the data cannot be used.

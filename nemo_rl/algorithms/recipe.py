@@ -1,4 +1,4 @@
-"""The choices of an algorithm that need no worker; `start.start_run` starts a run from them.
+"""The choices of an algorithm that need no worker, from which `start.start_run` starts a run.
 
 Each algorithm has a function `recipe` that makes them from the configuration and from the parts that a program passes.
 """
@@ -39,7 +39,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The choices of an algorithm; complete before anything starts."""
+    """The choices of an algorithm, complete before anything starts."""
 
     tokenizer: PreTrainedTokenizerBase
     """Tokenizer of all models and of the data."""

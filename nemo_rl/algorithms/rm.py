@@ -31,7 +31,7 @@ CALIBRATION_BINS = 10
 
 
 def recipe(config: RMMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
-    """Build the recipe of a reward model; start nothing. Arguments and errors as in `sft.recipe`."""
+    """Build the recipe of a reward model without starting anything, with the arguments and errors of `sft.recipe`."""
     set_seed(config.rm.seed)
     tokenizer = user_parts.tokenizer_of(config.policy)
     ensure_distinct_pad_token(tokenizer)

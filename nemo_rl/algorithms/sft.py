@@ -21,7 +21,7 @@ MasterConfig = SFTMasterConfig
 
 
 def recipe(config: SFTMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
-    """Build the recipe of SFT, with the parts that the program passes; start nothing.
+    """Build the recipe of SFT, with the parts that the program passes, without starting anything.
 
     Raises:
         ConfigError, DataError: the configuration or the data cannot be used.

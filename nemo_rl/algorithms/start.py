@@ -116,7 +116,7 @@ class SupervisedSetup[Config: SupervisedMasterConfig]:
         loss_fn: LossFunction | None = None,
         started_at: float = 0.0,
     ) -> Run:
-        """Build a run of the algorithm and start its workers; arguments and errors as in `grpo.setup`."""
+        """Build a run of the algorithm and start its workers, with the arguments and errors of `grpo.setup`."""
         user_parts = UserParts(tokenizer, train_dataset, val_dataset, loss_fn=loss_fn)
         config = user_parts.checked(master_config, self.schema)
         return start_run(config, self.recipe(config, user_parts), started_at)
@@ -180,7 +180,7 @@ def open_rows(config: TrainingConfig, recipe: Recipe) -> Prompts:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run that is checked and whose folders are open; nothing of it has started."""
+    """A checked run with open folders, of which nothing has started."""
 
     config: TrainingConfig
     recipe: Recipe
@@ -257,7 +257,7 @@ class RunWorkers:
 
 
 def start_workers(plan: RunPlan, machines: Machines, resources: ExitStack, budget: StartBudget) -> RunWorkers:
-    """Start engines and models; block until they are ready."""
+    """Start engines and models, and block until they are ready."""
     config, roles, cluster, seed = plan.config, plan.recipe.roles, plan.config.cluster, plan.config.algorithm.seed
     starts: dict[str, Callable[[], Any]] = {}
     started: dict[str, Any] = {}
@@ -298,7 +298,7 @@ class Batches:
 
 @dataclass(frozen=True)
 class RunParts:
-    """Connects the workers of a run with its session, and again after ranks were lost; a `recovery.Restartable`."""
+    """Connects the workers of a run with its session, and again after ranks were lost (a `recovery.Restartable`)."""
 
     plan: RunPlan
     workers: RunWorkers
@@ -311,7 +311,7 @@ class RunParts:
         return self.workers.models
 
     def newest_checkpoint(self) -> Path | None:
-        """Return the step folder to continue from; None begins again at step 1."""
+        """Return the step folder to continue from, or None to begin again at step 1."""
         return self.plan.folders.newest_checkpoint()
 
     def replace_ranks(self, lost: Collection[str], resume_path: Path | None) -> None:
@@ -330,7 +330,7 @@ class RunParts:
         return self.connect(open_rows(self.plan.config, self.plan.recipe), resume_path)
 
     def connect(self, rows: Prompts, resume_path: Path | None, started_at: float = 0.0) -> Connection:
-        """Build the parts in the controller; arguments as those of `Session`, with the training data."""
+        """Build the parts in the controller from the training data and the arguments of `Session`."""
         config, recipe, models = self.plan.config, self.plan.recipe, self.models
         policy, overlaps = models["policy"], False
         engines = shared_engines(config.policy, config.cluster, self.workers.engines)

@@ -46,7 +46,7 @@ class LossValidator:
     """Names in the report by the names of the loss's metrics; None reports all."""
 
     def __call__(self, step: int) -> dict[str, float]:
-        """Return metrics of the whole validation; counts are summed, other metrics are averaged by these counts."""
+        """Return metrics of the whole validation, with summed counts and other metrics averaged by these counts."""
         batches = []
         for batch in self.batches:
             prepared = StepBatch(batch)
@@ -86,7 +86,7 @@ class SupervisedValidation:
 
 @dataclass(frozen=True)
 class WrittenBatches:
-    """Draws batches of written rows, each one optimizer update; a `runtime.run.BatchSource`."""
+    """Draws batches of written rows, each one optimizer update, as a `runtime.run.BatchSource`."""
 
     rows: Prompts
     """Batches, epoch after epoch."""

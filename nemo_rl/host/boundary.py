@@ -51,7 +51,7 @@ class Boundary[E: BaseException]:
 
 
 def _cancels_the_task(error: BaseException) -> bool:
-    """Return whether an error cancels the task that runs; the user's code may raise a `CancelledError` of its own."""
+    """Return whether an error cancels the running task, and is not one that the user's code has raised."""
     asyncio = sys.modules.get("asyncio")  # slow to import, and the command line imports this file
     if asyncio is None or not isinstance(error, asyncio.CancelledError):
         return False

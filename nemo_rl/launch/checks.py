@@ -66,7 +66,7 @@ class _Collector(logging.Handler):
 
 
 def recipe_of(config: MasterConfig, *, with_data: bool = True) -> "Recipe":
-    """Build the recipe of a configuration's run; start nothing.
+    """Build the recipe of a configuration's run without starting anything.
 
     Args:
         config: a checked configuration.

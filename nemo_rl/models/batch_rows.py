@@ -108,12 +108,12 @@ class StoredRow:
 
     @staticmethod
     def pack_list(rows: "Sequence[StoredRow]") -> "_Columns":
-        """Return what `tensor_transport.pack_tensors` pickles in place of a list of rows; unpickled, it is the list."""
+        """Return what `tensor_transport.pack_tensors` pickles in place of a list of rows, and unpickles as the list."""
         return _Columns(rows)
 
 
 class _Columns:
-    """Rows as one list for each attribute; a reference that rows share is pickled once."""
+    """Rows as one list for each attribute, so that a reference that rows share is pickled once."""
 
     def __init__(self, rows: Sequence[StoredRow]) -> None:
         numbers: dict[Any, int] = {}
@@ -140,7 +140,7 @@ def _rows_of_columns(references: Sequence[Any], numbers: Sequence[int], *columns
 
 
 def pack_rows(message_logs: Sequence[Sequence[Any]]) -> PackedRows:
-    """Pack the messages of some rows; each has `token_ids` and, if the policy wrote it, `generation_logprobs`."""
+    """Pack the messages of some rows, each with `token_ids` and, if the policy wrote it, `generation_logprobs`."""
     messages = [message for log in message_logs for message in log]
     lengths = [message["token_ids"].numel() for message in messages]
     written = [message.get("generation_logprobs") for message in messages]
@@ -158,7 +158,7 @@ def pack_rows(message_logs: Sequence[Sequence[Any]]) -> PackedRows:
 
 
 def paths_of(packed: PackedRows, groups: Sequence[int] | None = None) -> list[Path]:
-    """Return what each row shares with the others; `groups` has the prompt of each row, None if all have one."""
+    """Return what each row shares with others of its prompt in `groups`, or with all if `groups` is None."""
     bounds = zip([0, *packed.ends], packed.ends, strict=False)
     tokens = [packed.token_ids[start:end] for start, end in bounds]
     return Prefixes.of_groups(tokens, groups or [0] * len(tokens)).paths()
@@ -233,7 +233,7 @@ class BatchRows:
         return self.batch
 
     def prefixes(self) -> Prefixes:
-        """Find what the rows share; if the batch has `PROMPT_GROUPS`, only rows of one prompt share.
+        """Find what the rows share with all others, or with rows of their prompt if the batch has `PROMPT_GROUPS`.
 
         Stored rows share within their object. Rows with further inputs (`data.model_rows`) share nothing, because the
         model expects their inputs once for each row.
@@ -258,7 +258,7 @@ class BatchRows:
         return self.batch["token_mask"] * self.batch["sample_mask"][:, None]
 
     def advantage_counts(self) -> Tensor | None:
-        """Return the number of tokens that share an advantage, `[B]`; None: each token has its own."""
+        """Return the number of tokens that share an advantage, `[B]`, or None if each token has its own."""
         return None
 
     def score(self, policy: "ScoringModel", num_stale_B: Tensor | None = None) -> Tensor:
@@ -388,7 +388,7 @@ class StoredRows(BatchRows):
 
 
 def stale_tokens(rows: BatchedDataDict[Any], num_stale_B: Tensor) -> Tensor:
-    """Mark the tokens of whole rows that older weights wrote, `[B, T]` bool; only written tokens have a meaning."""
+    """Mark the tokens of whole rows that older weights wrote, `[B, T]` bool, for written tokens only."""
     has_begun_BT = rows["token_mask"].cumsum(1) > 0
     return has_begun_BT & (torch.arange(has_begun_BT.shape[1])[None] < num_stale_B[:, None])
 
@@ -409,7 +409,7 @@ def _errors(rows: BatchedDataDict[Any], scores_BT: Tensor) -> Tensor:
 def _fetched_scores(
     stored: Sequence[StoredScores | None], lengths: Sequence[int], of_engines: NDArray[np.float32]
 ) -> NDArray[np.float32]:
-    """Return the scores of rows `[b, T]`; those of the engines `of_engines` `[b, T]` where none are stored."""
+    """Return the stored scores of rows, and those of the engines where none are stored, `[b, T]` each."""
     found = fetched([row.scores for row in stored if row is not None])
     scores = of_engines.copy()
     for row, (reference, length) in enumerate(zip(stored, lengths, strict=True)):

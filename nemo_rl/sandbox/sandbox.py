@@ -69,7 +69,7 @@ class Sandbox:
         return _run(self.mechanism, self.limits, program, cancelled or threading.Event())
 
     async def run_async(self, program: Program) -> ProgramOutcome:
-        """Run a program without blocking the event loop; a cancelled call ends the program.
+        """Run a program without blocking the event loop, and end it if the call is cancelled.
 
         Raises:
             SandboxError: The program could not be locked up, so it did not run.

@@ -1,1 +1,1 @@
-"""Move named tensors from trainers to generators and verify them; knows no trainer and no engine."""
+"""Move named tensors from trainers to generators and verify them, independently of the rest of the library."""

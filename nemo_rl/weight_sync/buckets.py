@@ -96,7 +96,7 @@ class BucketEntry(NamedTuple):
 
 
 def cut(group: Iterable[tuple[str, torch.Tensor]], parts: BlocksByName | None) -> list[BucketEntry]:
-    """Return the parts of a group that a lane receives (None: all); integers and tensors read completely stay whole."""
+    """Return the pieces of a group that a lane receives, with integers and completely read tensors uncut."""
     entries: list[BucketEntry] = []
     for name, tensor in group:
         shape = tuple(tensor.shape)
@@ -109,7 +109,7 @@ def cut(group: Iterable[tuple[str, torch.Tensor]], parts: BlocksByName | None) -
 
 
 def plan_slots(pieces: Iterable[BucketEntry]) -> tuple[list[TensorSlot], int]:
-    """Assign each piece its position; return the slots and the buffer size in bytes."""
+    """Assign each piece its position, and return the slots and the buffer size in bytes."""
     slots: list[TensorSlot] = []
     offset = 0
     for name, values, part, full_shape in pieces:

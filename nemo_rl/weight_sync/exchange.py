@@ -185,7 +185,7 @@ class BlockExchange:
         lanes: Sequence[BlocksByName | None],
         bucket_size_bytes: int,
     ) -> list[PackingStep]:
-        """Plan a stream; collective. Arguments as in `plan_steps`; `packs` is about this rank.
+        """Plan a stream with all ranks, with the arguments of `plan_steps` and `packs` of this rank.
 
         Raises:
             WeightSyncError: see `plan_steps`.
@@ -200,7 +200,7 @@ class BlockExchange:
     def run(
         self, step: PackingStep, blocks: Mapping[str, Blocks], device: torch.device
     ) -> dict[str, list[tuple[TensorBlock, torch.Tensor]]]:
-        """Give and take the blocks of a step; collective over the ranks that give or take any.
+        """Give and take the blocks of a step, together with all ranks that give or take any.
 
         Args:
             step: what moves.
@@ -232,7 +232,7 @@ class BlockExchange:
     def _sends(
         self, leaving: Sequence[tuple[Move, torch.Tensor]], device: torch.device
     ) -> tuple[list[P2POp], list[torch.Tensor]]:
-        """Return one message to each other rank, and their buffers; ranks that get the same share a buffer."""
+        """Return one message to each other rank and its buffer, which ranks that get the same share."""
         pieces: dict[int, list[BucketEntry]] = {}
         for move, values in leaving:
             pieces.setdefault(move.target, []).append(BucketEntry(move.name, values, move.block))
@@ -287,7 +287,7 @@ class BlockReader:
         self._values = weights.values()
 
     def read(self, step: PackingStep) -> dict[str, list[tuple[TensorBlock, torch.Tensor]]]:
-        """Return this rank's blocks of a step's tensors; the steps come in the order of the plan."""
+        """Return this rank's blocks of a step's tensors, for steps in the order of the plan."""
         found = {}
         for name in step.names:
             if name in self._described:

@@ -157,7 +157,7 @@ class LaneChoice:
         self._reads = None
 
     def learn(self, reads: Sequence[BlocksByName]) -> bool:
-        """Use what the workers have read in a sync of whole tensors; return whether parts are on trial now."""
+        """Use the workers' reports on a sync of whole tensors, and return whether parts are on trial now."""
         of_engine = list(reads[: self._workers_per_engine])
         if not all(of_engine):  # a worker loads without PyTorch's operations, or in another thread
             self._may_divide = False

@@ -113,7 +113,7 @@ def age_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, f
 
 @dataclass(kw_only=True, eq=False)
 class RolloutBatches:
-    """Makes batches of rollouts; a `runtime.run.BatchSource`."""
+    """Makes batches of rollouts, as a `runtime.run.BatchSource`."""
 
     rollouts: RolloutSource
     """Gives the trajectories; may be replaced before the first step."""

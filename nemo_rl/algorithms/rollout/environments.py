@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 def check_environments(
     sections: Mapping[str, Any], cluster: ClusterConfig, tasks: Collection[str], user_parts: Mapping[str, Any]
 ) -> None:
-    """Check the environments of a run; start nothing.
+    """Check the environments of a run without starting anything.
 
     Args:
         sections: `env`, with a section for each environment.

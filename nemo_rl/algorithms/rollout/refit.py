@@ -104,7 +104,7 @@ class Engines:
 
 
 def shared_engines(policy: PolicyConfig, cluster: ClusterConfig, engines: EngineGroup | None) -> Engines | None:
-    """The engines as a user of shared memory; None if there are none, or they have their own devices."""
+    """The engines as a user of shared memory, or None if there are none or they have their own devices."""
     generation = policy.generation
     if engines is None or generation is None or not generation.colocated.enabled:
         return None

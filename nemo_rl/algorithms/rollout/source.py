@@ -176,7 +176,7 @@ def check_source(config: RolloutSourceConfig, key: str) -> None:
 
 
 def wrap_source(inner: RolloutSource, config: RolloutSourceConfig, key: str) -> RolloutSource:
-    """Return a source in the user's own one, or the source itself; see `check_source`."""
+    """Return the source wrapped in the user's own class, or the source itself (see `check_source`)."""
     return SOURCES.make(config.name, key, config.kwargs, inner) if SOURCES.is_own(config.name) else inner
 
 

@@ -63,7 +63,7 @@ class SyncProbe:
         self._membership: int | None = None
 
     def check(self, batch: BatchedDataDict[Any], num_stale_B: Tensor | None = None) -> None:
-        """Compare once; do nothing when these engines have been compared before.
+        """Compare once, or do nothing if these engines have been compared before.
 
         Only tokens of the current weights are compared. A batch without any leaves the comparison to a later one.
 
@@ -227,7 +227,7 @@ def refit_policy_generation(
 def make_probe(
     config: PolicyConfig, cluster: ClusterConfig, policy: Policy, engines: EngineGroup, refitter: Refitter
 ) -> SyncProbe:
-    """Build the check of the first sync; arguments as `make_refitter`."""
+    """Build the check of the first sync, from the arguments of `make_refitter`."""
     generation = config.sampling
     formats = {config.precision, engine_precision(config)}
     if FP8 in (generation.engine.precision, generation.engine.kv_cache_dtype[:3]):

@@ -211,7 +211,7 @@ def make_validation(
     report: ValidationReport,
     refitter: Refitter,
 ) -> Validation | None:
-    """Build the validation of a run; None without validation data.
+    """Build the validation of a run, or return None without validation data.
 
     Args:
         refitter: gives the engines the policy's weights; with `hold_updates` it waits for the validation before that.

@@ -44,7 +44,7 @@ class BuiltSource(BatchSource, Protocol):
 
 @dataclass(frozen=True)
 class Connection:
-    """The parts of a run in the controller, which connect its workers; fields are as in `Run`."""
+    """The parts of a run in the controller that connect its workers, with fields as in `Run`."""
 
     session: Session
     source: BuiltSource
@@ -61,7 +61,7 @@ class Restartable(Protocol):
         """All models by name."""
 
     def newest_checkpoint(self) -> Path | None:
-        """Return the step folder to continue from; None begins again at step 1."""
+        """Return the step folder to continue from, or None to begin again at step 1."""
 
     def replace_ranks(self, lost: Collection[str], resume_path: Path | None) -> None:
         """End the threads of the parts, and replace the ranks of trained models and of those that lost some.

@@ -115,7 +115,7 @@ class RankStarter:
     """Engine workers on each machine that compute while the ranks do."""
 
     def start(self, name: str, role: Role, where: RayVirtualCluster) -> Policy:
-        """Start the ranks of a model on bundles; block until they are ready."""
+        """Start the ranks of a model on bundles, and block until they are ready."""
         weights_path, optimizer_path = saved_paths(name, role, self.resume_path)
         return Policy(
             where,

@@ -87,7 +87,7 @@ def open_folders(
 
 
 def checkpoint_sizes(models: Mapping[str, Role], checkpointing: CheckpointingConfig) -> dict[str, int] | None:
-    """Estimate the bytes of each trained model in a checkpoint, by name; None if a backend does not estimate it."""
+    """Estimate the bytes of each trained model in a checkpoint, by name, or None if a backend has no estimate."""
     sizes = {
         name: training_backend(role.section).checkpoint_bytes(role.section, checkpointing)
         for name, role in trained(models).items()
@@ -118,14 +118,14 @@ def check_space(
 
 
 def _written_bytes(models: Mapping[str, Role], path: Path | None) -> int | None:
-    """Return the bytes of a checkpoint on the disk; None if there is none, or if it lacks a trained model."""
+    """Return the bytes of a checkpoint on the disk, or None if there is none or it lacks a trained model."""
     if path is None or not all((path / name).exists() for name in trained(models)):
         return None
     return manifest_bytes(path)
 
 
 def require_space(checkpointing: CheckpointingConfig, one: int, present: int) -> None:
-    """Refuse a disk without room for a checkpoint of `one` bytes; warn if the later ones will not fit.
+    """Refuse a disk without room for a checkpoint of `one` bytes, and warn if the later ones will not fit.
 
     Args:
         one: bytes of one checkpoint.

@@ -156,7 +156,7 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 def token_tensors(
     recorded: Step, repeated: Step, limits: Tolerances, of_modules: Compared | None
 ) -> Iterator[Compared]:
-    """Compare what the stages of the run computed of tokens and rows; `of_modules` compares the modules before."""
+    """Compare the tensors that the run's stages computed for tokens and rows, after the comparison `of_modules`."""
     for name in TOKEN_TENSORS:
         before, now = recorded.tensors.get(name), repeated.tensors.get(name)
         title, cause = name.replace("_", " "), _TENSORS[name]
@@ -174,7 +174,7 @@ def token_tensors(
 
 
 def logprobs(recorded: Step, repeated: Step, update: int, limits: Tolerances, of_modules: Compared) -> Compared:
-    """Compare the log-probabilities that an update computed; `of_modules` compares its modules."""
+    """Compare the log-probabilities that an update computed, after the comparison `of_modules`."""
     before, now = recorded.updates[update].logprobs, repeated.updates[update].logprobs
     title, rows = f"log-probabilities{of_update(recorded, update)}", recorded.summary["samples"]
     if not before and not now:
@@ -194,7 +194,7 @@ def _of_tokens(
     cause: str,
     first: int,
 ) -> Compared:
-    """Compare one value of each token of each row; `first` is the position of the token that has the first value."""
+    """Compare one value for each token of each row, the first of which belongs to the token at position `first`."""
     found: list[Difference] = []
     largest, compared = 0.0, 0
     for row in sorted(before.keys() | now.keys()):
@@ -226,7 +226,7 @@ def _same_width(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def loss(recorded: Step, repeated: Step, update: int, limits: Tolerances) -> Compared:
-    """Compare the loss of an update and its terms; the terms come first, because the loss is computed from them."""
+    """Compare the loss of an update and, before it, the terms that it is computed from."""
     before = _terms(recorded.updates[update], of_microbatches=limits.is_exact)
     now = _terms(repeated.updates[update], of_microbatches=limits.is_exact)
     found, largest = [], 0.0

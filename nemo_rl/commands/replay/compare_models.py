@@ -80,7 +80,7 @@ def gradients(before: UpdateRecord, now: UpdateRecord, title: str, limits: Toler
 
 
 def norm_and_rate(before: UpdateRecord, now: UpdateRecord, title: str, limits: Tolerances) -> Compared:
-    """Compare the two numbers that an optimizer makes its update with; NaN equals NaN."""
+    """Compare the two numbers that an optimizer makes its update with, counting NaN as equal to NaN."""
     found, sizes, causes = [], [], []
     for name, old, new, limit, cause in (
         ("learning rate", before.lr, now.lr, 0.0 if limits.is_exact else _RATE_LIMIT, _RATE),
@@ -97,7 +97,7 @@ def norm_and_rate(before: UpdateRecord, now: UpdateRecord, title: str, limits: T
 
 
 def new_weights(before: UpdateRecord, now: UpdateRecord, title: str, limits: Tolerances) -> Compared:
-    """Compare the weights after the update; distances are relative to the change that the update made."""
+    """Compare the weights after the update by distances relative to the change that the update made."""
     name, unit = f"weights after the step{title}", "relative to the update"
     if not before.after and not now.after:
         return Compared(name, skipped=_NOT_SHOWN)

@@ -63,7 +63,7 @@ class Comparison:
 
     @property
     def first(self) -> Compared | None:
-        """The first stage that differs; None if the step is equal."""
+        """The first stage that differs, or None if the step is equal."""
         return next((stage for stage in self.stages if stage.differences), None)
 
     @property

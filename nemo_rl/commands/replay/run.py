@@ -49,7 +49,7 @@ _NAME = "prompts in the data"
 
 
 def compare_prompts(trajectories: Sequence[Trajectory], data: RunData) -> tuple[Compared, list[str]]:
-    """Compare the tokens of each prompt with those of its row; return the comparison, and what it leaves out.
+    """Compare the tokens of each prompt with its row, and return the comparison and the parts that it leaves out.
 
     Args:
         trajectories: the recorded rollouts.

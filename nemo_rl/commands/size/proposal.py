@@ -81,7 +81,7 @@ def described(config: MasterConfig, gpu: GpuKind) -> MasterConfig:
 
 
 def propose(config: MasterConfig, gpu: GpuKind, refused: list[str] | None = None) -> Proposal | None:
-    """Find the fastest sizes that fit; None if nothing does.
+    """Find the fastest sizes that fit, or return None if no sizes fit.
 
     Args:
         config: the run, as `described` returns it, perhaps with changed keys.

@@ -81,7 +81,7 @@ def _read(arguments: argparse.Namespace) -> tuple[MasterConfig, type[Any]]:
 
 
 def _gpu(arguments: argparse.Namespace, config: MasterConfig) -> GpuKind:
-    """Return the GPU of the options; without them that of the configuration or this machine, or one of 80 GiB."""
+    """Return the GPU of the options, or else of the configuration or this machine, or one of 80 GiB."""
     memory = memory_of(arguments.gpu_memory) if arguments.gpu_memory else None
     if memory is None and arguments.gpu is None and config.cluster.uses_gpu:
         memory = device_bytes(config.cluster) / 2**30

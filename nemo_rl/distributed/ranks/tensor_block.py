@@ -42,7 +42,7 @@ class TensorBlock:
         return TensorBlock(starts, tuple(end - start for start, end in zip(starts, ends, strict=True)))
 
     def common(self, other: "TensorBlock") -> "TensorBlock":
-        """Return the block that both contain; it has no elements if there is none."""
+        """Return the block that both contain, without elements if they share none."""
         starts = tuple(map(max, self.starts, other.starts))
         ends = map(min, self._ends, other._ends)
         return TensorBlock(starts, tuple(max(0, end - start) for start, end in zip(starts, ends, strict=True)))

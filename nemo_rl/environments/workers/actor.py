@@ -108,7 +108,7 @@ class _Calls:
         return split_return(outcome, len(metadata), type(self._env).__name__)
 
     async def open_one(self, metadata: Any) -> EpisodeStart[Any]:
-        """Open an episode; one that raises gets an error."""
+        """Open an episode, or give it an error if this raises."""
         with Boundary(BaseException) as caught:  # the environment is user code
             start = await self._outcome(self._env.open_episode, copy.deepcopy(metadata))
             if not isinstance(start, EpisodeStart):
@@ -119,7 +119,7 @@ class _Calls:
         return EpisodeStart(metadata, error=_describe(caught.take()))
 
     async def close_one(self, metadata: Any) -> str | None:
-        """Close an episode; return its error, or None."""
+        """Close an episode, and return its error or None."""
         with Boundary(BaseException) as caught:  # the environment is user code
             await self._outcome(self._env.close_episode, metadata)
         return _describe(caught.take()) if caught else None

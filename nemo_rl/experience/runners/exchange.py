@@ -163,7 +163,7 @@ class GroupExchange:
         check.add_done_callback(self._checks.discard)
 
     async def _check(self, call: "ray.ObjectRef[None]", numbers: Sequence[int], given_up: Sequence[int]) -> None:
-        """Check that the actor accepted a call, and send it again if not; `serve` handles a dead actor."""
+        """Check that the actor accepted a call, and send it again if not, while `serve` handles a dead actor."""
         with Boundary(Exception) as caught:  # any failure of the call fails its groups
             await asyncio.wrap_future(call.future())
             return

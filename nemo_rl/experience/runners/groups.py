@@ -63,7 +63,7 @@ class GroupError:
         return cls(b"", text)
 
     def exception(self) -> Exception:
-        """Return the exception, with its traceback as a note; if it cannot be unpickled, a `RuntimeError` with it."""
+        """Return the exception with its traceback as a note, in a `RuntimeError` if it cannot be unpickled."""
         with Boundary(Exception) as caught:  # an exception may need arguments or modules that are not here
             error = pickle.loads(self.pickled)
         if caught or not isinstance(error, Exception):

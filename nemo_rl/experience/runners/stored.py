@@ -141,7 +141,7 @@ def messages_of(trajectory: Trajectory) -> list[Message]:
 
 
 def stored_columns(trajectories: Sequence[Trajectory], width: int, pad_token_id: int) -> dict[str, Any]:
-    """Return the columns of stored rows, one trajectory for each; arguments as in `StoredRow`."""
+    """Return the columns of stored rows, one trajectory for each, from the arguments of `StoredRow`."""
     rows = []
     for trajectory in trajectories:
         stored = trajectory.stored

@@ -48,7 +48,7 @@ class TextArenaGame(ReplayedGame[Any]):
         return game, f"{game.shown.strip()}\n{_ADVICE}"
 
     def act(self, handle: Any, action: str) -> GameAnswer:
-        """Take one action; at the end the reward is that of the game, between -1 and 1."""
+        """Take one action, with the reward of the game (-1 to 1) at the end."""
         is_over, _ = handle.step(action)
         if is_over:
             rewards, info = handle.close()

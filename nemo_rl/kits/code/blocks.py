@@ -166,7 +166,7 @@ class _Scanner:
         return _width(fence.group(1)) > self._list_indent + _USUAL_INDENT
 
     def _fenced(self, opening: re.Match[str]) -> _MarkedText:
-        """Return the block of a fence; the end of the text closes it too."""
+        """Return the block of a fence, which ends at the closing fence or at the end of the text."""
         run, info = opening.group(2) or opening.group(4), opening.group(3) or opening.group(5) or ""
         before = self._lines[self._line][self._column : opening.end(1)]
         quoted, indent = ">" in before, len(before.expandtabs(_TAB))

@@ -117,7 +117,7 @@ class SolutionVerdict:
 
 
 class SolutionGrader:
-    """Grades solutions; safe to use from several threads at once.
+    """Grades solutions, also from several threads at once.
 
     Args:
         sandbox: Where solutions run, with their limits: of each input, or of all calls together.
@@ -162,7 +162,7 @@ class SolutionGrader:
         return SolutionVerdict(*_counted(counts), outcome.end)
 
     def _run_both(self, served: Program, checks: Program, answers_in: "_Descriptor") -> ProgramOutcome:
-        """Run both programs; return what came of the solution."""
+        """Run both programs, and return the result of the solution."""
         done, failed = threading.Event(), threading.Event()
         with ThreadPoolExecutor(1, thread_name_prefix="checks") as thread:
             checking = thread.submit(self._run_checks, checks, done, failed)

@@ -67,7 +67,7 @@ def program_of(
 
 
 def came_to_end(outcome: ProgramOutcome) -> bool:
-    """Return whether all blocks ran to their end, also with an exception; others would end every later run too."""
+    """Return whether all blocks ended, also with an exception, because others would end every later run too."""
     return outcome.end is End.EXITED and outcome.exit_code in (COMPLETED, RAISED)
 
 
@@ -111,7 +111,7 @@ def text_of_outcome(outcome: ProgramOutcome) -> str:
 
 
 def observation_of(outcome: ProgramOutcome, max_chars: int) -> str:
-    """Return the observation after a run; the middle of a long output is left out."""
+    """Return the observation after a run, without the middle of a long output."""
     text = text_of_outcome(outcome)
     if len(text) > max_chars:
         half = max_chars // 2

@@ -131,7 +131,7 @@ class JoinedPasses:
                 await self._pass(wanted)
 
     async def _pass(self, batch: list[_WaitingRow]) -> None:
-        """Score rows together; if that fails, one by one."""
+        """Score rows together, or one by one if that fails."""
         self.num_passes += 1
         self.num_rows += len(batch)
         with Boundary(Exception) as caught:  # each waiting sample gets the error of its own row

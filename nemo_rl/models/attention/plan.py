@@ -134,7 +134,7 @@ class AttentionPlan:
         return zip(queries, self._by_piece(key), self._by_piece(value), strict=True)
 
     def runs(self, keys: int) -> list[PieceRun] | None:
-        """Group the pieces that one kernel call can take; None unless the pieces tile the `keys` keys in order."""
+        """Group the pieces that one kernel call can take, or return None unless they tile the `keys` keys in order."""
         return self._runs if self._adjoining_keys == keys else None
 
     @cached_property

@@ -159,7 +159,7 @@ class CallOutcome(NamedTuple):
 
 
 class RankAnswer(Future[Any]):
-    """Value of a call; it is read from the link when `result` is called."""
+    """Value of a call, which `result` reads from the link."""
 
     def __init__(self, link: "Link"):
         super().__init__()
@@ -223,11 +223,11 @@ class Link:
         return pickle.loads(received)
 
     def call(self, call: RankCall) -> RankAnswer | None:
-        """Send a call to a rank; return None if no answer is wanted."""
+        """Send a call to a rank, and return None if no answer is wanted."""
         return call_all([self], call, [call.wants_answer])[0]
 
     def call_packed(self, packed: bytes, *, wants_answer: bool) -> RankAnswer | None:
-        """Send a pickled `RankCall`; as `call`."""
+        """Send a pickled `RankCall`, as `call` does."""
         self._send(packed)
         if not wants_answer:
             return None

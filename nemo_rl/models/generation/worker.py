@@ -151,7 +151,7 @@ class GenerationWorker:
             self._engine.record_reads()
 
     async def take_reads(self) -> BlocksByName:
-        """Return what the engine has read since `record_reads`; nothing if it cannot tell."""
+        """Return what the engine has read since `record_reads`, or nothing if it cannot tell."""
         return self._engine.take_reads() if isinstance(self._engine, RecordsReads) else {}
 
     async def receive_bucket(self, bucket: Bucket) -> None:

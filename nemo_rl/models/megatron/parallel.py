@@ -169,7 +169,7 @@ def _replace_split_sizes() -> None:
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """Groups that divide this rank's layers and tokens; None for an axis with one rank."""
+    """Groups that divide this rank's layers and tokens, or None for an axis with one rank."""
 
     tp: Group = None
     """Ranks that divide each layer and the vocabulary."""
@@ -182,7 +182,7 @@ class ParallelGroups:
 def start_model_parallel(
     layout: ParallelLayout, section: MegatronConfig, device: torch.device, seed: int = 0
 ) -> ParallelGroups:
-    """Make the groups; the default process group must exist. Collective.
+    """Make the groups in a collective call, after the default process group.
 
     Args:
         layout: sizes of the mesh axes.

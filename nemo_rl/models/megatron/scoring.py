@@ -69,7 +69,7 @@ def logit_transform(hf_config: PretrainedConfig) -> LogitTransform:
 
 
 class RowScorer:
-    """Scores hidden states; GPTModel calls it in the last stage with the `RankInputs` as context.
+    """Scores hidden states when GPTModel calls it in the last stage with the `RankInputs` as context.
 
     Args:
         groups: the ranks that divide tokens and vocabulary.

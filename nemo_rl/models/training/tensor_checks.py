@@ -164,7 +164,7 @@ def fingerprints_here(tensors: Mapping[str, Tensor]) -> BlockFingerprints:
 
 
 def joined(of_ranks: Iterable[BlockFingerprints]) -> dict[str, Fingerprint]:
-    """Add up the blocks of whole tensors, by name; a block that several ranks hold counts once."""
+    """Add up the blocks of whole tensors, by name, and count a block that several ranks hold once."""
     found: dict[str, dict[TensorBlock, Fingerprint]] = {}
     for of_rank in of_ranks:
         for name, (block, of_block) in of_rank.items():

@@ -68,7 +68,7 @@ class AnswerCollection:
 
 
 def read_collection(text: str) -> AnswerCollection | None:
-    """Read a list, a set, a tuple or an interval; None if the answer is a single value."""
+    """Read a list, a set, a tuple or an interval, or return None if the answer is a single value."""
     if r"\cup" in text:
         parts = [part.strip() for part in _split_word(text, r"\cup")]
         if len(parts) > 1:

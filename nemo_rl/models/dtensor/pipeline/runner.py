@@ -143,7 +143,7 @@ def _needs(step: Pass, num_chunks: int) -> set[Pass]:
 
 
 def _exchanges(ran: dict[int, Pass], num_stages: int, num_chunks: int) -> dict[int, StageExchange]:
-    """Return each stage's sends and receives after the passes of one round; stages without any are left out."""
+    """Return each stage's sends and receives after the passes of one round, without stages that have none."""
     sends: dict[int, list[Transfer]] = {}
     receives: dict[int, list[Transfer]] = {}
     for stage, step in ran.items():

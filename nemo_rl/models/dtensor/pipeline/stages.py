@@ -95,7 +95,7 @@ class PipelineStage:
 
 
 def stage_of(hf: nn.Module) -> PipelineStage | None:
-    """Return the stage that `cut` made of this model; None for a whole model."""
+    """Return the stage that `cut` made of this model, or None for a whole model."""
     return getattr(hf, _ATTRIBUTE, None)
 
 
@@ -119,7 +119,7 @@ def layers_of_chunks(num_layers: int, num_stages: int, chunks_per_stage: int) ->
 
 
 def keep_stage(hf: PreTrainedModel, meshes: Meshes, chunks_per_stage: int, device: torch.device) -> PipelineStage:
-    """Reduce a model, in place, to the part that this rank's stage holds; call `try_division` before.
+    """Reduce a model, in place, to the part that this rank's stage holds, after a call of `try_division`.
 
     Raises:
         ConfigError: the model cannot be divided into these chunks.
@@ -143,7 +143,7 @@ def try_division(probe_model: PreTrainedModel) -> None:
 
 
 def cut(hf: PreTrainedModel, place: Place) -> PipelineStage:
-    """Remove, in place, the modules that other stages hold; all ranks must call this before sharding.
+    """Remove, in place, the modules that other stages hold, on all ranks before sharding.
 
     Raises:
         ConfigError: the model cannot be divided, or a stage would have nothing to train.

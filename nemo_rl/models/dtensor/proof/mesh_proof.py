@@ -229,7 +229,7 @@ def _alone(policy: PolicyConfig) -> str:
 
 
 def _prove(question: _ProofQuestion) -> Failure | None:
-    """Compare one process with the ranks; runs in the prover process.
+    """Compare one process with the ranks, inside the prover process.
 
     Computes in float64, which shows small errors, or in float32 if the architecture fails in float64. Models with
     experts are compared in float32 as well, because grouped matrix products do not support float64.

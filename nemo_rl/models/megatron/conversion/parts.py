@@ -145,7 +145,7 @@ class Part:
         return TensorBlock(tuple(start for start, _ in sides), tuple(stop - start for start, stop in sides))
 
     def in_tensor(self, values: Sequence[Tensor]) -> Tensor:
-        """Return the values of a `block`, from those of the part; of interleaved shares, from the same rows of each."""
+        """Return the values of a `block` from those of the part, or from the same rows of each interleaved share."""
         rows = torch.stack(list(values), dim=1).flatten(0, 1) if self.interleaved else values[0]
         rows = rows.t() if self.transposed else rows
         return rows if self.expert is None else rows[None]
@@ -201,7 +201,7 @@ class Rule:
         return [(rows, *shape[1:]) for rows in self.layout.part_rows(shape[0])]
 
     def columns(self, shard_shape: Sequence[int], shard: int) -> slice:
-        """Return the columns of the parameter that a shard holds; none if the parameter has no columns."""
+        """Return the columns of the parameter that a shard holds, none if the parameter has no columns."""
         width = shard_shape[1] if len(shard_shape) > 1 else 0
         first = shard * width if self.dim == 1 else 0
         return slice(first, first + width)
