@@ -80,14 +80,14 @@ def pytest_configure(config: Any) -> None:
 
 def functions_by_line(hits: Path) -> dict[str, set[str]]:
     """Return for each line, as `file:number`, the test functions (`file::function`) that executed it."""
-    begun: dict[str, list[tuple[float, str]]] = {}
+    starts: dict[str, list[tuple[float, str]]] = {}
     for when, worker, name in _records(hits, "tests"):
-        begun.setdefault(worker, []).append((when, name))
-    for tests in begun.values():
+        starts.setdefault(worker, []).append((when, name))
+    for tests in starts.values():
         tests.sort()
     found: dict[str, set[str]] = {}
     for when, worker, line in _records(hits, "lines"):
-        running = [name for began, name in begun.get(worker, ()) if began <= when]
+        running = [name for began, name in starts.get(worker, ()) if began <= when]
         if running and running[-1]:
             found.setdefault(line, set()).add(running[-1])
     return found

@@ -211,11 +211,7 @@ def make_validation(
     report: ValidationReport,
     refitter: Refitter,
 ) -> Validation | None:
-    """Build the validation of a run, or return None without validation data.
-
-    Args:
-        refitter: gives the engines the policy's weights; with `hold_updates` it waits for the validation before that.
-    """
+    """Build the validation of a run, or return None without validation data."""
     prompts = data.all_validation
     if prompts is None:
         return None
@@ -230,7 +226,17 @@ def make_validation(
         sorted(set(data.task_env.values())),
         prompts.name_of,
     )
-    if algorithm.overlap.validation == "stop":
+    return overlapped(algorithm.overlap.validation, validator, report, refitter)
+
+
+def overlapped(choice: str, validator: Validator, report: ValidationReport, refitter: Refitter) -> Validation:
+    """Return a validation that training stops for, or that runs while it goes on.
+
+    Args:
+        choice: `overlap.validation`.
+        refitter: gives the engines the policy's weights; with `hold_updates` it waits for the validation before that.
+    """
+    if choice == "stop":
 
         def validate(step: int) -> dict[str, float]:
             refitter.ensure_fresh()
@@ -240,6 +246,6 @@ def make_validation(
 
         return InTurn(validate)
     validation = BackgroundValidation(validator, refitter.ensure_fresh, report)
-    if algorithm.overlap.validation == "hold_updates":
+    if choice == "hold_updates":
         refitter.before_update.append(validation.wait)
     return validation

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from rollout_parts import LetterTokenizer, ScriptedEngine, ScriptedEnvironment, graded, prompts
 
-from nemo_rl.algorithms.rollout.validation import BackgroundValidation, ValidationReport, Validator, make_validation
-from nemo_rl.config import OverlapConfig
+from nemo_rl.algorithms.rollout.validation import BackgroundValidation, ValidationReport, Validator, overlapped
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutRunner
 from nemo_rl.experience.trajectory import Trajectory
@@ -54,8 +53,7 @@ class Parts:
         sampling = SamplingParams(max_new_tokens=8, stop_token_ids=(0,))
         validator = Validator([prompts("a", "b", "c"), prompts("d", "e")], self.runner, sampling, 2, run_seed=5)
         report = ValidationReport(log, num_printed=0)  # type: ignore[arg-type]
-        overlap = OverlapConfig.build(mode="ahead", validation=choice)
-        self.validation = make_validation(overlap, validator, report, self.refitter)  # type: ignore[arg-type]
+        self.validation = overlapped(choice, validator, report, self.refitter)  # type: ignore[arg-type]
 
     def update(self, version: int) -> None:
         """Give the engine new weights, as a `Refitter` does."""

@@ -27,7 +27,7 @@ class Engines:
 
 
 def policy(**keys: Any) -> Any:
-    return SimpleNamespace(generation=SimpleNamespace(vllm_cfg=SimpleNamespace(**keys)))
+    return SimpleNamespace(sampling=SimpleNamespace(vllm_cfg=SimpleNamespace(**keys)))
 
 
 def test_open_requests_of_a_step_are_reported_for_each_engine() -> None:
