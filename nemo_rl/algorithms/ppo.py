@@ -151,7 +151,6 @@ class PolicyEpochs:
     critic_only_steps: int
     """First steps in which only the critic is trained."""
     session: Session
-    """Counts the steps."""
 
     def train(
         self, data: BatchedDataDict[Any], loss_fn: AnyLossFunction, *, gbs: int | Sequence[int] | None = None

@@ -102,7 +102,6 @@ class SupervisedSetup[Config: SupervisedMasterConfig]:
     """The function `setup` of an algorithm that trains on written rows."""
 
     schema: type[Config]
-    """The master config class of the algorithm."""
     recipe: Callable[[Config, UserParts], Recipe]
     """Makes the recipe of configuration and user-supplied parts."""
 
@@ -186,7 +185,6 @@ class RunPlan:
     recipe: Recipe
     folders: RunFolders
     metrics: Logger
-    """Backends of metrics."""
     num_steps: int
     """Last step."""
 

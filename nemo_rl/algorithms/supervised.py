@@ -89,7 +89,6 @@ class WrittenBatches:
     """Draws batches of written rows, each one optimizer update, as a `runtime.run.BatchSource`."""
 
     rows: Prompts
-    """Batches, epoch after epoch."""
     rows_per_sample: int
     """Rows of a batch that one sample takes; 2 for pairs."""
     was_changed = False

@@ -34,10 +34,6 @@ def check_environments(
 ) -> None:
     """Check the environments of a run without starting anything.
 
-    Args:
-        sections: `env`, with a section for each environment.
-        user_parts: user-supplied environments by task name, see `environments.user_environments.environment_of`.
-
     Raises:
         ConfigError: a task has no environment, what was supplied is no environment, or runners cannot start it.
     """
@@ -90,8 +86,6 @@ def start_environments(
     """Start the environments that do not run yet, in the background.
 
     Args:
-        sections: `env`, with a section for each environment.
-        user_parts: user-supplied environments by task name.
         resources: environments that are started here are registered on it. Those that ran before are not, and continue
             after the run.
     """
@@ -106,11 +100,6 @@ def try_own_environments(environments: Mapping[str, Environment], data: RunData,
 
     An error that mistakes in code raise ends the run; any other one is a warning, because an environment may refuse an
     answer, whose sample then has an error.
-
-    Args:
-        environments: running environments by task name.
-        data: the prompts.
-        timeout_s: limit for the start and the turn of each.
 
     Raises:
         ConfigError: an environment cannot be constructed, or has a mistake.

@@ -70,11 +70,7 @@ class FrozenModel:
 
 
 def device_user(name: str, role: Role, model: Policy) -> DeviceUser:
-    """Return a model as a user of devices that it shares.
-
-    Args:
-        role: its section, and whether it is trained.
-    """
+    """Return a model as a user of devices that it shares."""
     if not role.trains:
         return FrozenModel(model)
     keeps_weights = name == "policy" or not training_backend(role.section).offloads_trained_weights
@@ -126,11 +122,7 @@ class MemorySharing:
 def share_memory(
     cluster: ClusterConfig, roles: Mapping[str, Role], models: Mapping[str, Policy], engines: DeviceUser | None = None
 ) -> MemorySharing:
-    """Let models and engines that share GPUs take turns.
-
-    Args:
-        engines: the engines, if they share the policy's devices.
-    """
+    """Let models and engines that share GPUs take turns."""
     groups = groups_of_models(roles, models)
     if engines is not None:
         groups["policy"] = {"generation": engines} | groups["policy"]
@@ -164,11 +156,7 @@ class SavedOnDevice:
 def saved_models(
     roles: Mapping[str, Role], models: Mapping[str, Policy], memory: MemorySharing
 ) -> dict[str, Policy | SavedOnDevice]:
-    """Return the models that a checkpoint holds, by name.
-
-    Args:
-        memory: gives a model its devices before it is saved.
-    """
+    """Return the models that a checkpoint holds, by name."""
     return {
         name: models[name] if name == "policy" else SavedOnDevice(name, models[name], memory) for name in trained(roles)
     }

@@ -64,10 +64,7 @@ class Restartable(Protocol):
         """Return the step folder to continue from, or None to begin again at step 1."""
 
     def replace_ranks(self, lost: Collection[str], resume_path: Path | None) -> None:
-        """End the threads of the parts, and replace the ranks of trained models and of those that lost some.
-
-        Trained models load the step folder, or their initial weights.
-        """
+        """End the threads of the parts, and replace the ranks of models that are trained or lost some."""
 
     def rebuild(self, resume_path: Path | None) -> Connection:
         """Build the parts in the controller, for a run that continues from a step folder."""
@@ -100,7 +97,6 @@ class Recovery:
     workers: Restartable
     """Workers and parts that are restarted."""
     metrics: Logger
-    """Backends of the run."""
     connection: Connection
     """The current parts."""
     causes: list[Cause] = field(default_factory=list)

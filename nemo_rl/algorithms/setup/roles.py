@@ -30,11 +30,7 @@ from nemo_rl.models.policy.lm_policy import Policy
 
 
 def place_models(cluster: ClusterConfig, models: Mapping[str, Role]) -> dict[str, RayVirtualCluster]:
-    """Give bundles to every model and to "generation", with the same object for models that share devices.
-
-    Args:
-        models: the models of the run; "policy" says where generation runs.
-    """
+    """Give bundles to every model and to "generation", with the same object for models that share devices."""
     parts, groups = divide_cluster(cluster, models), sharing(models)
     places: dict[str, RayVirtualCluster] = {}
     for owner in (name for name in groups if name != "policy"):
@@ -156,11 +152,7 @@ def turns_of_start(cluster: ClusterConfig, roles: Mapping[str, Role]) -> list[li
 
 
 def leave_devices(cluster: ClusterConfig, roles: Mapping[str, Role], models: Mapping[str, Any]) -> None:
-    """Move the state of models that share GPUs to host memory, but not on a CPU, whose memory holds all of them.
-
-    Args:
-        models: ranks of some of them, by name; other names are ignored.
-    """
+    """Move the state of models that share GPUs to host memory, but not on a CPU, whose memory holds all of them."""
     groups = sharing(roles).values() if cluster.uses_gpu else ()
     for name in [name for group in groups if len(group) > 1 for name in group if name in models]:
         device_user(name, roles[name], models[name]).rest()
@@ -169,15 +161,7 @@ def leave_devices(cluster: ClusterConfig, roles: Mapping[str, Role], models: Map
 def start_models(
     cluster: ClusterConfig, roles: Mapping[str, Role], starts: Mapping[str, Callable[[], Any]], resources: ExitStack
 ) -> dict[str, Any]:
-    """Start the models of a run, and engines on devices of their own, and block until they are ready.
-
-    Args:
-        starts: functions that start models and engines, by name; engines start together with the first models.
-        resources: as in `start_together`.
-
-    Raises:
-        Exception: as `start_together`.
-    """
+    """Start the models of a run, and engines on devices of their own, and block until they are ready."""
     first, *later = turns_of_start(cluster, roles)
     started: dict[str, Any] = {}
     for names in ([name for name in starts if name not in roles or name in first], *later):
@@ -197,9 +181,6 @@ def replace_ranks(
 
     Args:
         resume_path: step folder that trained models load; None: their initial weights.
-
-    Raises:
-        Exception: the first model's failure to start.
     """
     ready = {name: models[name] for name, role in roles.items() if not (role.trains or name in lost)}
     for name in roles.keys() - ready.keys():

@@ -62,7 +62,6 @@ def open_folders(
     """Lock the checkpoint folder, look for a checkpoint, make the log folder and store the configuration in it.
 
     Args:
-        config: a checked configuration.
         resources: unlocks the checkpoint folder at the end, and records how the run ended.
 
     Raises:
@@ -126,10 +125,6 @@ def _written_bytes(models: Mapping[str, Role], path: Path | None) -> int | None:
 
 def require_space(checkpointing: CheckpointingConfig, one: int, present: int) -> None:
     """Refuse a disk without room for a checkpoint of `one` bytes, and warn if the later ones will not fit.
-
-    Args:
-        one: bytes of one checkpoint.
-        present: number of checkpoints on the disk.
 
     Raises:
         CheckpointError: not even the next checkpoint fits.
