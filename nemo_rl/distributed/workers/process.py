@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,14 @@ from typing import Any
 import ray
 
 from nemo_rl.distributed.ranks.rendezvous import hold_port
-from nemo_rl.distributed.workers.start_phases import CONSTRUCTOR, IMPORTS, start_phase, taken_phases
+from nemo_rl.distributed.workers.start_phases import (
+    ARGUMENTS,
+    CONSTRUCTOR,
+    IMPORTS,
+    add_phase,
+    start_phase,
+    taken_phases,
+)
 from nemo_rl.optimizations.fork_server import adopt
 from nemo_rl.utils.imports import import_dotted
 
@@ -105,6 +113,7 @@ class WorkerHost:
             log_paths=log_paths,
             stacks_path=str(stacks_path),
         )
+        self._hosted_at = time.monotonic()
 
     def report_identity(self) -> WorkerIdentity:
         """Return the identity of this worker, also before the worker object is built."""
@@ -125,6 +134,7 @@ class WorkerHost:
         Returns:
             Seconds of the phases of its start; see `start_phases`.
         """
+        add_phase(ARGUMENTS, time.monotonic() - self._hosted_at)
         args, kwargs = arguments
         if meeting_point is not None:
             os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = meeting_point[0], str(meeting_point[1])

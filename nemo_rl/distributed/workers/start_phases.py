@@ -14,6 +14,8 @@ from statistics import median
 
 PROCESS = "process"
 """Phase from the request for a worker to its first answer."""
+ARGUMENTS = "arguments"
+"""Phase from the first answer until the worker's class and arguments have arrived and are unpickled."""
 IMPORTS = "imports"
 CONSTRUCTOR = "constructor"
 """Phase of the constructor, without the phases within it."""
@@ -47,9 +49,14 @@ def start_phase(name: str) -> Iterator[None]:
         yield
     finally:
         whole = time.monotonic() - began
-        _seconds[name] = _seconds.get(name, 0.0) + whole - _within.pop()
+        add_phase(name, whole - _within.pop())
         if _within:
             _within[-1] += whole
+
+
+def add_phase(name: str, seconds: float) -> None:
+    """Add seconds to a phase that no block of code surrounds."""
+    _seconds[name] = _seconds.get(name, 0.0) + seconds
 
 
 def taken_phases() -> dict[str, float]:

@@ -61,9 +61,19 @@ from nemo_rl.optimizations.switch import Choice
 _WORKER = "nemo_rl.models.policy.workers.rank.PolicyRank"
 # By default OpenMP threads spin so long at a barrier that one busy core stalls a step for seconds. A short spin costs
 # nothing on an idle machine.
-# torch's compiler would start up to 32 helper processes in each rank, 256 on a machine with eight.
-_WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
+_WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000"}
+# torch's compiler would start up to 32 helper processes in each rank, 256 on a machine with eight. On CPUs the variable
+# would keep ranks from being forked (`optimizations.fork_server`), which costs five seconds of the start.
+_GPU_ENVIRONMENT = {"TORCHINDUCTOR_COMPILE_THREADS": "4"}
 TRAINING_KEYS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
+
+
+def rank_environment(config: PolicyConfig, *, uses_gpu: bool) -> dict[str, str]:
+    """Return the environment variables of the ranks of a model."""
+    common = _WORKER_ENVIRONMENT | (_GPU_ENVIRONMENT if uses_gpu else {})
+    own = config.backend_section.env_vars or {}
+    variables = common | training_backend(config).environment(config) | own
+    return variables | (exact_page_locking(variables) if uses_gpu else {})
 
 
 class Policy(PolicyInterface):
@@ -143,7 +153,7 @@ class Policy(PolicyInterface):
             workers_per_node=workers_per_node,
             name_prefix=name_prefix,
             sharding_annotations=self.layout.sharding,
-            env_vars=self._environment(cluster.use_gpus),
+            env_vars=rank_environment(config, uses_gpu=cluster.use_gpus),
             setup_timeout_s=self._timeouts.setup_s,
             call_timeout_s=self._timeouts.train_s,
         )
@@ -156,11 +166,6 @@ class Policy(PolicyInterface):
         self._shares_prompts = asks and all(self.ranks.everywhere("shares_prompts", "starting the policy"))
         if weights_path is not None:
             self._load_checkpoint(weights_path, optimizer_path)
-
-    def _environment(self, uses_gpu: bool) -> dict[str, str]:
-        own = self.config.backend_section.env_vars or {}
-        variables = _WORKER_ENVIRONMENT | self._backend.environment(self.config) | own
-        return variables | (exact_page_locking(variables) if uses_gpu else {})
 
     @property
     def data_parallel_size(self) -> int:

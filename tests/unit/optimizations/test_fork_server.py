@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 from processes_for_tests import is_alive
 
+from nemo_rl.config import PolicyConfig
+from nemo_rl.models.generation.vllm.settings import engine_environment
+from nemo_rl.models.policy.lm_policy import rank_environment
 from nemo_rl.optimizations import fork_server, ray_worker
 
 DRIVER = """
@@ -147,6 +150,11 @@ def test_variables_that_were_read_before_need_a_start_of_their_own() -> None:
     assert fork_server.needs_own_start({"HF_HUB_OFFLINE": "1"})
     assert fork_server.needs_own_start({"TORCHINDUCTOR_CACHE_DIR": "/x"})
     assert not fork_server.needs_own_start({"TORCHDYNAMO_DISABLE": "1"})
+
+
+def test_ranks_and_engines_on_a_cpu_are_forked() -> None:
+    assert not fork_server.needs_own_start(rank_environment(PolicyConfig.build(model_name="x"), uses_gpu=False))
+    assert not fork_server.needs_own_start(engine_environment("cpu"))
 
 
 @pytest.mark.parametrize("value", ["0", "4,2", "many", ""])
