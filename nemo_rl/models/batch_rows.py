@@ -409,7 +409,7 @@ def _errors(rows: BatchedDataDict[Any], scores_BT: Tensor) -> Tensor:
 def _fetched_scores(
     stored: Sequence[StoredScores | None], lengths: Sequence[int], of_engines: NDArray[np.float32]
 ) -> NDArray[np.float32]:
-    """Return the stored scores of rows, and those of the engines where none are stored, `[b, T]` each."""
+    """Return the stored scores of rows `[b, T]`, with those of the engines for rows without any."""
     found = fetched([row.scores for row in stored if row is not None])
     scores = of_engines.copy()
     for row, (reference, length) in enumerate(zip(stored, lengths, strict=True)):
