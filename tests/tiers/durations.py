@@ -45,11 +45,11 @@ def is_full(file: str, function: str) -> bool:
     """Return whether a function belongs to the full tier."""
     if representatives() & {file, f"{file}::{function}"}:
         return False
-    return stored().get(file, {}).get(function, 0.0) > LONGEST_S or _is_full_as_a_whole(file)
+    return stored().get(file, {}).get(function, 0.0) > LONGEST_S or is_full_as_a_whole(file)
 
 
 @cache
-def _is_full_as_a_whole(file: str) -> bool:
+def is_full_as_a_whole(file: str) -> bool:
     """Return whether the tests of a file share a fixture that takes long."""
     path = HERE.parent / file
     slowest = max((seconds for name, seconds in stored().get(file, {}).items() if name != REST), default=0.0)

@@ -87,40 +87,54 @@ def _name_of(item: pytest.Item) -> tuple[str, str]:
     return file, getattr(item, "originalname", None) or item.name.split("[")[0]
 
 
+type _Unit = tuple[tuple[str, str], ...]
+"""Functions that run together, because they share what a fixture starts: their files and names."""
+
+
 @cache
 def _chosen(config: pytest.Config) -> list[tuple[str, str]]:
     """Return the functions to run, in their order: what the change reaches, then the rotating part."""
-    names = durations.full_functions()
-    chosen: list[tuple[str, str]] = []
-    waiting: list[tuple[str, str]] = []
+    units = _units()
+    chosen: list[_Unit] = []
+    waiting: list[_Unit] = []
     if (minutes := config.getoption("affected")) is not None:
         near = reach.distances(ROOT, reach.changed_files(ROOT, config.getoption("since")))
-        reached = [name for name in names if f"tests/{name[0]}" in near]
-        reached.sort(key=lambda name: (near[f"tests/{name[0]}"], _seconds(name)))
+        reached = [unit for unit in units if f"tests/{unit[0][0]}" in near]
+        reached.sort(key=lambda unit: (near[f"tests/{unit[0][0]}"], _seconds(unit)))
         chosen, waiting = _fill(reached, minutes)
     if (minutes := config.getoption("rotating")) is not None:
-        parts = max(1, math.ceil(sum(map(_seconds, names)) / (minutes * 60 * WORKERS)))
+        parts = max(1, math.ceil(sum(map(_seconds, units)) / (minutes * 60 * WORKERS)))
         turn = int(_commits()) % parts
-        rotated = names[len(names) * turn // parts :] + names[: len(names) * turn // parts]
-        more = [name for name in (*waiting, *rotated) if name not in chosen]
+        rotated = units[len(units) * turn // parts :] + units[: len(units) * turn // parts]
+        more = [unit for unit in (*waiting, *rotated) if unit not in chosen]
         chosen += _fill(list(dict.fromkeys(more)), minutes)[0]
-    return chosen
+    return [name for unit in chosen for name in unit]
 
 
-def _fill(names: Sequence[tuple[str, str]], minutes: float) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Return the first functions that fit into the minutes, and those that do not."""
+def _units() -> list[_Unit]:
+    """Return the functions of the full tier, all of a file as one where they share a fixture."""
+    joined: dict[object, list[tuple[str, str]]] = defaultdict(list)
+    for file, function in durations.full_functions():
+        joined[file if durations.is_full_as_a_whole(file) else (file, function)].append((file, function))
+    return [tuple(names) for names in joined.values()]
+
+
+def _fill(units: Sequence[_Unit], minutes: float) -> tuple[list[_Unit], list[_Unit]]:
+    """Return the first units that fit into the minutes, and those that do not."""
     fitting, others, left = [], [], minutes * 60 * WORKERS
-    for name in names:
-        if _seconds(name) <= left:
-            fitting.append(name)
-            left -= _seconds(name)
+    for unit in units:
+        if _seconds(unit) <= left:
+            fitting.append(unit)
+            left -= _seconds(unit)
         else:
-            others.append(name)
+            others.append(unit)
     return fitting, others
 
 
-def _seconds(name: tuple[str, str]) -> float:
-    return durations.stored().get(name[0], {}).get(name[1], 0.0)
+def _seconds(unit: _Unit) -> float:
+    """Return the stored seconds of a unit; functions that are not stored are short."""
+    stored = durations.stored().get(unit[0][0], {})
+    return sum(stored.get(name, durations.SHORTEST_STORED_S / 2) for _, name in unit)
 
 
 def _commits() -> str:

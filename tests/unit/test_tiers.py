@@ -112,12 +112,12 @@ def test_durations_are_stored_by_function_and_gone_ones_are_forgotten(
             '@pytest.fixture(scope="module")\ndef test_long(): ...\ndef test_short(): ...\n'
         )
         durations.representatives.cache_clear()
-        durations._is_full_as_a_whole.cache_clear()
+        durations.is_full_as_a_whole.cache_clear()
         assert durations.is_full("test_a.py", "test_short"), "it shares the fixture of a test that takes long"
         assert durations.is_full_file(tmp_path / "test_a.py", "test_a.py")
         assert durations.full_functions() == [("test_a.py", "test_long"), ("test_a.py", "test_short")]
         (tmp_path / "test_a.py").write_text("@pytest.mark.long\ndef test_long(): ...\n")
         assert durations.full_functions() == [], "`long` tests run by their own command"
     finally:
-        for cached in (durations.stored, durations.representatives, durations._is_full_as_a_whole):
+        for cached in (durations.stored, durations.representatives, durations.is_full_as_a_whole):
             cached.cache_clear()
