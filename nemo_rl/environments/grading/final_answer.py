@@ -15,7 +15,7 @@ from typing import NamedTuple
 from nemo_rl.environments.grading.grade import VerifierResult
 
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s{0,9}\{")
-_BRACE_OR_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s{0,9}\{|\\[\\{}]|[{}]")
+_BRACE_OR_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s{0,9}\{|\\[\\{}]|\{+|\}+")
 _LISTED = re.compile(
     r"\s{0,9}(?:\$\$?|\\[)\]])?\s{0,9}(?:,\s{0,9}(?:and|or)?|and|or|\\text\{\s?(?:and|or)\s?\})(?![a-z])\s{0,9}(?:\$\$?|\\[(\[])?\s{0,9}"
     r"(?:[A-Za-z]\s{0,9}=\s{0,9})?",
@@ -63,15 +63,16 @@ def find_boxes(text: str) -> list[Box]:
     if _BOX.search(text) is None:
         return boxes
     for match in _BRACE_OR_BOX.finditer(text):
-        token = match[0]
-        if token == "{":
-            opened.append((-1, match.end()))
-        elif token == "}":
-            start, inner = opened.pop() if opened else (-1, 0)
-            if start >= 0:
-                boxes.append(Box(start, match.end(), text, *_stripped(text, inner, match.start())))
+        token, place = match[0], match.start()
+        if token[0] == "{":
+            opened += [(-1, 0)] * len(token)
+        elif token[0] == "}":
+            for last in range(place, place + min(len(token), len(opened))):
+                start, inner = opened.pop()
+                if start >= 0:
+                    boxes.append(Box(start, last + 1, text, *_stripped(text, inner, last)))
         elif len(token) > 2:
-            opened.append((match.start(), match.end()))
+            opened.append((place, match.end()))
     return sorted(boxes, key=lambda box: box.start)
 
 
