@@ -228,7 +228,8 @@ def _copy(path: Path) -> Path:
     """Make a clone of the repository's last commit."""
     if not path.exists():
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(path)], check=True)
-        (path.parent / "shared").symlink_to(ROOT.parent / "shared") if not (path.parent / "shared").exists() else None
+        if not (shared := path.parent / "shared").exists():
+            shared.symlink_to(ROOT.parent / "shared")
     return path
 
 

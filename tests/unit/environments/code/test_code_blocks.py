@@ -3,6 +3,7 @@
 import time
 
 import pytest
+from machine_speed import slowness
 
 from nemo_rl.kits.code.blocks import code_to_run, final_code
 
@@ -106,4 +107,4 @@ def test_the_time_is_linear(unit):
         for function in (final_code, code_to_run):
             started = time.process_time()
             function(text)
-            assert time.process_time() - started < 3.0
+            assert time.process_time() - started < 1.0 * slowness()
