@@ -58,7 +58,7 @@ class Section(BaseModel):
             not reported.
     """
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False, defer_build=True)
 
     later: ClassVar[Mapping[str, str]] = {}
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}

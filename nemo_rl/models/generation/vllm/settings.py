@@ -9,6 +9,8 @@ LIBRARIES = (
     "fastapi",
     "xgrammar",
     "compressed_tensors.quantization",
+    "torch.utils.cpp_extension",
+    "aiohttp",
 )
 """Half of vLLM's import time, for `optimizations.fork_server`; none of these modules belongs to vLLM."""
 CPU_SEQUENCES = 128
