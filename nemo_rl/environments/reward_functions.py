@@ -3,8 +3,8 @@
     answer, row ─► function ─► number          one answer at a time
     answers, rows ─► function ─► numbers       a function whose first parameter is named `answers`
 
-A function may be a coroutine function. `row` has the columns of the data set's row. Invariant: a function that raises or
-returns no number gives its samples an error that names the reward, never a reward of 0.
+A function may be a coroutine function. `row` has the columns of the data set's row. Invariant: a function that raises
+or returns no number gives its samples an error that names the reward, never a reward of 0.
 """
 
 import asyncio
@@ -31,8 +31,8 @@ BATCH_PARAMETER = "answers"
 """Name of the first parameter of functions that get lists."""
 
 _FORMS = (
-    "A reward is a function of (answer, row) that returns a number, or of (answers, rows), lists, that returns a list of "
-    "numbers; it may leave out the second parameter"
+    "A reward is a function of (answer, row) that returns a number, or of (answers, rows), two lists, that returns a "
+    "list of numbers; it may leave out the second parameter"
 )
 _PLACE = "env.reward.function"
 

@@ -50,8 +50,6 @@ def launch[ConfigT: RunConfig](
         Exit status.
     """
     leave_at_once()
-    # torchdata calls the deprecated function when a loader is imported; users cannot change that.
-    warnings.filterwarnings("ignore", message=".*set_vital.*")
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=default_config, help="YAML file of the run")
     parser.add_argument(
@@ -80,6 +78,8 @@ def prepare(config: RunConfig, without: Collection[str] = ()) -> None:
         config: a checked configuration.
         without: see `make_checks`.
     """
+    # torchdata calls the deprecated function when a loader is imported; users cannot change that.
+    warnings.filterwarnings("ignore", message=".*set_vital.*")
     make_checks(config, Moment.FIRST)
     is_program = threading.current_thread() is threading.main_thread() and not in_notebook()
     if is_program and not config.cluster.uses_gpu and is_on("fork_server", config.cluster.optimizations):

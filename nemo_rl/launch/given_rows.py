@@ -88,8 +88,8 @@ def _line(row: Any, number: int, name: str) -> str:
     except (TypeError, ValueError):
         column = next((key for key, value in row.items() if not _fits(value)), "?")
         raise DataError(
-            f"{name}[{number}] has {row.get(column)!r:.80} in the column {column!r}, which JSON cannot hold. Use texts, "
-            "finite numbers, true/false, lists and dicts."
+            f"{name}[{number}] has {row.get(column)!r:.80} in the column {column!r}, which JSON cannot hold. "
+            "Use texts, finite numbers, true/false, lists and dicts."
         ) from None
 
 

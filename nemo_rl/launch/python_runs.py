@@ -2,9 +2,9 @@
 
     model, rows, reward, keys ─► a base file, and keys over it ─► load_config ─► checks ─► setup ─► train ─► FinishedRun
 
-These functions only write the configuration; the run is that of the programs (`launch.programs`). Rows are written to a
-file of the run's folder, so that `config.yaml` of its log names all of its data. Invariant: in a notebook and outside the
-main thread no handler of signals is installed, and however a run ends, its processes end with it.
+These functions only write the configuration; the run is that of the programs (`launch.programs`). Rows are written to
+a file of the run's folder, so that `config.yaml` of its log names all of its data. Invariant: in a notebook and outside
+the main thread no handler of signals is installed, and however a run ends, its processes end with it.
 """
 
 import re

@@ -1,8 +1,8 @@
 """Finds files that a configuration names by a relative path.
 
-Invariant: a relative path means the current folder first, then the folder that holds `examples/`: the repository root, or
-in an installed wheel the package itself. A single name, such as `grpo_math_cpu.yaml` or `tiny-chat`, may also be that of a
-file or model of the library.
+Invariant: a relative path means the current folder first, then the folder that holds `examples/`: the repository root,
+or in an installed wheel the package itself. A bare name, such as `grpo_math_cpu.yaml` or `tiny-chat`, may also be that
+of a file or model of the library.
 """
 
 from pathlib import Path
@@ -35,7 +35,7 @@ def find_path(path: str | Path) -> Path | None:
 
 
 def library_file(name: str) -> Path | None:
-    """Return the absolute path of a base configuration, a tiny model or another file of the library, by its bare name."""
+    """Return the absolute path of a base configuration or a tiny model of the library by its bare name."""
     if Path(name).name != name or name in ("", ".", ".."):
         return None
     places = [FILES_ROOT / folder / name for folder in _LIBRARY_FOLDERS]

@@ -1,7 +1,8 @@
 """Reads YAML files that inherit from others by a `defaults:` key.
 
 It returns the layers of a configuration, parents first, for load.py. Invariant: a path in `defaults:` is relative to
-the file that names it, or the bare name of a base file of the library; interpolations stay unresolved, so a child also changes what depends on the key it overrides.
+the file that names it, or the bare name of a base file of the library; interpolations stay unresolved, so a child also
+changes what depends on the key it overrides.
 """
 
 import re
