@@ -31,10 +31,9 @@ class GivenRewards:
         self._functions: dict[str, Reward] = {}
         self._weights: dict[str, float] = {}
         for name, each in ({} if given is None else _by_name(given)).items():
-            function, *weight = each if isinstance(each, tuple) else (each,)
-            self._functions[name] = function
-            if weight:
-                self._weights[name] = _weight(name, weight)
+            self._functions[name] = each[0] if isinstance(each, tuple) else each
+            if isinstance(each, tuple):
+                self._weights[name] = _weight(name, each[1:])
         self.environment = "math" if given is None else "reward"
         """Name of the environment."""
 
