@@ -51,8 +51,8 @@ data:
   _override_: true                     # drop the data of the base file
   num_workers: 0
   train:
-    dataset_name: arithmetic           # generated sums; for your own rows remove this line and the next one, and write
-    num_samples: 5000                  #   dataset_name: PromptDataset (columns prompt and answer), data_path: my_rows.jsonl
+    dataset_name: arithmetic           # generated sums. For your own rows, with the columns prompt and answer:
+    num_samples: 5000                  #   dataset_name: PromptDataset and data_path: my_rows.jsonl, without num_samples
   validation:
     dataset_name: arithmetic
     num_samples: 64
@@ -63,7 +63,8 @@ data:
 env:
   _override_: true
   reward:
-    function: my_reward.my_reward      # my_reward.py beside this file; several: {{right: my_reward.right, short: ...}}
+    # my_reward.py in the folder where the run is started; several: {{right: my_reward.right, short: my_reward.short}}
+    function: my_reward.my_reward
 
 checkpointing:
   checkpoint_dir: results/my_run       # the same command continues from the newest checkpoint

@@ -38,7 +38,9 @@ def run_code(code: str, folder: Path, timeout_s: float = 200, **variables: str) 
 
 @pytest.mark.timeout(240)
 def test_ten_lines_train_with_a_lambda(tmp_path: Path) -> None:
-    code = SNIPPET.replace("steps=STEPS", 'steps=2, **{"policy.generation.backend": "hf", "policy.optimizer.kwargs.lr": 2e-4}')
+    code = SNIPPET.replace(
+        "steps=STEPS", 'steps=2, **{"policy.generation.backend": "hf", "policy.optimizer.kwargs.lr": 2e-4}'
+    )
     done = run_code(code + "print(run.model.is_dir(), len(run.metrics.columns['step']))", tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     accuracy, folder, is_there, num_steps = done.stdout.split()

@@ -119,8 +119,8 @@ def _read(path: Path, children: tuple[Path, ...]) -> list[Layer]:
     parents = content.pop("defaults", None)
     layers = []
     for parent in _as_list(parents, path):
-        beside = resolve_path(path.parent, parent).resolve()
-        parent_path = beside if beside.exists() else library_file(parent) or beside
+        relative = resolve_path(path.parent, parent).resolve()
+        parent_path = relative if relative.exists() else library_file(parent) or relative
         _require_regular(parent_path)
         if not parent_path.exists():
             raise ConfigError(

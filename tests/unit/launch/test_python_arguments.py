@@ -1,4 +1,4 @@
-"""The arguments of `nemo_rl.grpo` and its like become a configuration, and wrong ones leave nothing behind."""
+"""The arguments of `nemo_rl.grpo` and its like become a configuration, and wrong ones leave no folder."""
 
 import json
 import logging
