@@ -16,7 +16,9 @@ class RunCommand:
     """The command of one program, with the members that `nemo_rl` reads from the modules of commands."""
 
     NAME: str
+    """Name of the command, which is that of the program."""
     SUMMARY: str
+    """One line for the list of commands."""
     BASE_FILES: str
     """Base file for GPUs, and the one for a machine without GPU."""
 
@@ -26,7 +28,8 @@ class RunCommand:
         return f"""{self.SUMMARY[0].upper()}{self.SUMMARY[1:]}.
 
 FILE is a configuration, or the name of a base file of the library: {self.BASE_FILES}.
-Overrides are in Hydra's grammar (key=value, +key=value, ~key)."""
+Overrides are in Hydra's grammar (key=value, +key=value, ~key).
+All keys: docs/reference/configuration.md."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add the options to a parser."""

@@ -20,7 +20,6 @@ from nemo_rl.config.schema.env import RewardFunctionsConfig
 from nemo_rl.data.messages.content import content_text
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.environments.user_errors import describe
-from nemo_rl.host.boundary import Boundary
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.imports import import_dotted
 
@@ -72,18 +71,15 @@ class NamedReward:
         Raises:
             Exception: a function of lists failed for several samples; the caller tries each alone.
         """
-        if not self.takes_lists:
-            return list(await asyncio.gather(*map(self._one, answers, rows)))
-        if len(answers) > 1:
+        if self.takes_lists and len(answers) > 1:
             return [(value, None) for value in await self._of_lists(answers, rows)]
-        with Boundary(BaseException) as caught:  # the function is user code
-            return [((await self._of_lists(answers, rows))[0], None)]
-        return [(0.0, self._reason(caught.take()))]
+        found = await asyncio.gather(*map(self._one, answers, rows), return_exceptions=True)
+        return [(0.0, self._reason(each)) if isinstance(each, BaseException) else (each, None) for each in found]
 
-    async def _one(self, answer: str, row: Mapping[str, Any]) -> Outcome:
-        with Boundary(BaseException) as caught:  # the function is user code
-            return self._number(await self._called(answer, row)), None
-        return 0.0, self._reason(caught.take())
+    async def _one(self, answer: str, row: Mapping[str, Any]) -> float:
+        if self.takes_lists:
+            return (await self._of_lists([answer], [row]))[0]
+        return self._number(await self._called(answer, row))
 
     async def _of_lists(self, answers: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[float]:
         found = await self._called(list(answers), list(rows))

@@ -42,7 +42,7 @@ def data_keys(rows: Any, folder: Path, form: str, name: str = "rows") -> dict[st
 
 
 def _entry(form: str, columns: Iterable[str]) -> dict[str, Any]:
-    """Return the keys that read rows with these columns; without columns the usual ones."""
+    """Return the keys that read rows with these columns, which are the usual ones if none are given."""
     if form == "prompt":
         return {"dataset_name": PROMPTS}
     if form == "pair":

@@ -19,7 +19,7 @@ from nemo_rl.launch.command_line import launch
 
 
 @dataclass(frozen=True)
-class Program:
+class RunProgram:
     """The program of one algorithm."""
 
     name: str
@@ -61,13 +61,13 @@ class Program:
 PROGRAMS = {
     program.name: program
     for program in (
-        Program("grpo", "grpo_math_1B.yaml"),
-        Program("ppo", "ppo_math_1B.yaml"),
-        Program("sft", "sft.yaml"),
-        Program("dpo", "dpo.yaml"),
-        Program("rm", "rm.yaml"),
-        Program("distillation", "distillation_math.yaml"),
-        Program("eval", "evals/eval.yaml"),
+        RunProgram("grpo", "grpo_math_1B.yaml"),
+        RunProgram("ppo", "ppo_math_1B.yaml"),
+        RunProgram("sft", "sft.yaml"),
+        RunProgram("dpo", "dpo.yaml"),
+        RunProgram("rm", "rm.yaml"),
+        RunProgram("distillation", "distillation_math.yaml"),
+        RunProgram("eval", "evals/eval.yaml"),
     )
 }
 """The programs by name."""

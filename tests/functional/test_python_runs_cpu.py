@@ -82,7 +82,7 @@ def short(answers, rows):
 
 table = datasets.Dataset.from_list(rows)
 run = nemo_rl.grpo("tiny-chat", table, reward={{"right": right, "short": (short, 0.01)}}, steps=1, **HF)
-print("components", run.metrics["train/reward/right/mean"], run.metrics["train/reward/short/mean"])
+print("components", run.metrics["train/right"], run.metrics["train/short"])
 
 pathlib.Path("rows.jsonl").write_text("".join(json.dumps(row) + chr(10) for row in rows))
 run = nemo_rl.grpo("tiny-chat", "rows.jsonl", steps=1, **HF)
