@@ -9,6 +9,7 @@ the main thread no handler of signals is installed, and however a run ends, its 
 
 import re
 import shutil
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -183,13 +184,21 @@ class _Place:
 
 @contextmanager
 def _new_run(name: str, folder: str | Path | None) -> Iterator[_Place]:
-    """Show messages and make the folder of a run."""
+    """Show messages and make the folder of a run, and end the Ray that the run has started."""
     show_messages()
+    is_users = _ray_runs()
     place = _Place(_numbered(name), is_new=True) if folder is None else _given_folder(Path(folder))
     try:
         yield place
     finally:
         place.remove_if_unused()
+        if not is_users and _ray_runs():
+            sys.modules["ray"].shutdown()
+
+
+def _ray_runs() -> bool:
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
 
 
 def _given_folder(folder: Path) -> _Place:

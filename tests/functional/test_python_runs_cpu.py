@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from example_runs import REPOSITORY, run_environment
 
@@ -136,15 +137,15 @@ print(run.metrics["train/num_reward_errors"])
 
 
 INTERRUPTED = f"""{ROWS}
-import builtins, os, psutil, signal, sys
+import builtins, signal
 
 builtins.__IPYTHON__ = True  # as in a notebook
 before = signal.getsignal(signal.SIGTERM)
 try:
     nemo_rl.grpo("tiny-chat", rows, reward=lambda answer, row: 1.0 * len(answer), steps=1000)
 except KeyboardInterrupt:
-    left = [process.name() for process in psutil.Process().children(recursive=True)]
-    print("interrupted", left, signal.getsignal(signal.SIGTERM) == before, flush=True)
+    print("interrupted", signal.getsignal(signal.SIGTERM) == before, flush=True)
+    input()
 """
 
 
@@ -154,15 +155,26 @@ def test_an_interrupt_of_a_notebook_ends_all_processes(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(INTERRUPTED, encoding="utf-8")
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "program.py"], cwd=tmp_path, env=run_environment(), stdout=subprocess.PIPE, stderr=log
+            [sys.executable, "program.py"],
+            cwd=tmp_path,
+            env=run_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
         )
+        assert process.stdout is not None
         end = time.monotonic() + 180
         while b"step 2/1000" not in (tmp_path / "log").read_bytes():
             assert process.poll() is None and time.monotonic() < end, (tmp_path / "log").read_text()[-3000:]
             time.sleep(0.1)
+        started = psutil.Process(process.pid).children(recursive=True)
+        assert len(started) > 4
         os.kill(process.pid, signal.SIGINT)
-        printed, _ = process.communicate(timeout=60)
-    assert printed.decode().strip() == "interrupted [] True"
+        assert process.stdout.readline() == b"interrupted True\n"
+        _, left = psutil.wait_procs(started, timeout=20)
+        assert left == []
+        process.communicate(b"\n", timeout=30)
+    assert process.returncode == 0
 
 
 @pytest.mark.full
