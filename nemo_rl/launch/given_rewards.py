@@ -72,7 +72,7 @@ def _by_name(given: Rewards) -> dict[str, Weighted]:
     if isinstance(given, Mapping):
         named = {str(name): each for name, each in given.items()}
     else:
-        several = list(given) if isinstance(given, list) else [given]
+        several: list[Any] = list(given) if isinstance(given, list) else [given]
         named = {}
         for number, each in enumerate(several, start=1):
             name = _name_of(each[0] if isinstance(each, tuple) else each)
