@@ -8,13 +8,14 @@ NeMo RL's does, gets generated boards instead of that data.
 """
 
 import sys
+import time
 from pathlib import Path
-
-from run_grpo import train
 
 from nemo_rl.config import DatasetConfig, GRPOMasterConfig
 from nemo_rl.launch.command_line import launch
+from nemo_rl.launch.programs import PROGRAMS
 
+STARTED_AT = time.perf_counter()
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "grpo_sliding_puzzle.yaml"
 ENVIRONMENT = "sliding_puzzle_game"
 
@@ -25,7 +26,7 @@ def train_on_boards(config: GRPOMasterConfig) -> None:
         boards = {"dataset_name": "episodes", "processor": "episode_data_processor", "env_name": ENVIRONMENT}
         config.data.train = DatasetConfig.build(**boards, seed=config.grpo.seed)
         config.data.validation = DatasetConfig.build(**boards)
-    train(config)
+    PROGRAMS["grpo"].train(config, started_at=STARTED_AT)
 
 
 def main() -> int:

@@ -8,27 +8,15 @@ Without --config the run is described by examples/configs/ppo_math_1B.yaml (one 
 
 import sys
 import time
-from pathlib import Path
 
-from nemo_rl.config import PPOMasterConfig
-from nemo_rl.launch.command_line import launch
+from nemo_rl.launch.programs import run_program
 
 STARTED_AT = time.perf_counter()
-DEFAULT_CONFIG = Path(__file__).parent / "configs" / "ppo_math_1B.yaml"
-
-
-def train(config: PPOMasterConfig) -> None:
-    """Set up the run, train, and always stop all workers."""
-    # Imported here so that a refused configuration does not wait for torch.
-    from nemo_rl.algorithms.ppo import ppo_train, setup
-
-    with setup(config, started_at=STARTED_AT) as run:
-        ppo_train(run)
 
 
 def main() -> int:
     """Run from the command line and return the exit status."""
-    return launch(__doc__ or "", DEFAULT_CONFIG, PPOMasterConfig, train)
+    return run_program("ppo", __doc__ or "", started_at=STARTED_AT)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Train language models by reinforcement learning, supervised training and preferences.
 
-The names below are what a notebook needs (docs/start/notebook.md); everything else is imported from its own module.
+The names below are what a notebook needs (docs/start/python.md and notebook.md); everything else is imported from its
+own module.
 Invariant: a name is imported when it is first used, so `import nemo_rl` and `import nemo_rl.config` load neither torch
 nor ray.
 """
@@ -12,6 +13,7 @@ from nemo_rl.compat.public_names import install_finders, public_names
 if TYPE_CHECKING:
     from nemo_rl.algorithms.setup.open_policy import OpenPolicy, open_policy
     from nemo_rl.data.chat_batch import chat_batch
+    from nemo_rl.launch.python_runs import dpo, evaluate, grpo, sft
     from nemo_rl.losses.invariance import check_invariance
     from nemo_rl.losses.loss_function import LossInputType, LossType, TokenLoss, token_loss
 
@@ -25,7 +27,11 @@ _HOMES = {
     "TokenLoss": "nemo_rl.losses.loss_function",
     "chat_batch": "nemo_rl.data.chat_batch",
     "check_invariance": "nemo_rl.losses.invariance",
+    "dpo": "nemo_rl.launch.python_runs",
+    "evaluate": "nemo_rl.launch.python_runs",
+    "grpo": "nemo_rl.launch.python_runs",
     "open_policy": "nemo_rl.algorithms.setup.open_policy",
+    "sft": "nemo_rl.launch.python_runs",
     "token_loss": "nemo_rl.losses.loss_function",
 }
 
@@ -36,7 +42,11 @@ __all__ = [
     "TokenLoss",
     "chat_batch",
     "check_invariance",
+    "dpo",
+    "evaluate",
+    "grpo",
     "open_policy",
+    "sft",
     "token_loss",
 ]
 

@@ -12,15 +12,18 @@ if __name__ == "__main__" and not sys.flags.safe_path:
 
 import argparse  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
+from typing import Any  # noqa: E402
 
+from nemo_rl.commands import init  # noqa: E402
 from nemo_rl.commands.doctor import command as doctor  # noqa: E402
 from nemo_rl.commands.regrade import command as regrade  # noqa: E402
 from nemo_rl.commands.replay import command as replay  # noqa: E402
 from nemo_rl.commands.report import command as report  # noqa: E402
 from nemo_rl.commands.report import watch_command as watch  # noqa: E402
+from nemo_rl.commands.run_programs import RUNS  # noqa: E402
 from nemo_rl.commands.size import command as size  # noqa: E402
 
-COMMANDS = [doctor, regrade, replay, report, size, watch]
+COMMANDS: list[Any] = [*RUNS, init, doctor, regrade, replay, report, size, watch]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

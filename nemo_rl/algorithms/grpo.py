@@ -128,7 +128,9 @@ def recipe(config: GRPOMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
     review = ReviewSettings(config.reward_penalties, config.effort_levels, marks_malformed)
     review.make(tokenizer)  # reports what is wrong with it before Ray starts
     needs_prev, needs_reference = forward_passes(config, loss_fn, for_credit=credit.needs_logprobs)
-    data = user_parts.data(config, lambda: response_data(tokenizer, config), sampled=True)
+    data = user_parts.data(
+        config, lambda: response_data(tokenizer, config, user_parts.running_environments), sampled=True
+    )
 
     def stages(roles: Mapping[str, Policy]) -> list[Stage]:
         return [policy_scoring(config, roles["policy"], needs_prev, needs_reference), credit]

@@ -267,7 +267,9 @@ def recipe(config: PPOMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
         size, start = config.policy.train_global_batch_size, ppo.policy_training_start_step
         return PolicyEpochs(roles["policy"], ppo.ppo_epochs, size, start, session)
 
-    data = user_parts.data(config, lambda: response_data(tokenizer, config), sampled=True)
+    data = user_parts.data(
+        config, lambda: response_data(tokenizer, config, user_parts.running_environments), sampled=True
+    )
     check_source(ppo.rollout_source, "ppo.rollout_source")
     return Recipe(
         tokenizer=tokenizer,

@@ -137,6 +137,8 @@ class TaskDataSpec:
     """Function schemas that every prompt offers, besides those of its row."""
     may_leave_out: Collection[str] | None = None
     """Parts of a row that the chat template may leave out; None means `MAY_LEAVE_OUT`."""
+    keeps_rows: bool | None = None
+    """Whether `extra_env_info` of a prompt has the columns of its row."""
     prompt: str | None = field(default=None, init=False)
     system_prompt: str | None = field(default=None, init=False)
 

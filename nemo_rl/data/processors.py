@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+from nemo_rl.config.base.names import ROW
 from nemo_rl.data.interfaces import (
     Chat,
     DatumSpec,
@@ -151,6 +152,7 @@ def multichoice_qa_processor(
         task_data_spec.system_prompt_file,
         text_rules=task_data_spec.text_rules,
         tools=task_data_spec.tools,
+        keeps_rows=task_data_spec.keeps_rows,
     )
     how = _Rendering(spec, tokenizer, max_seq_length, idx)
     return _prompt_datum([{"role": "user", "content": text}], info, datum_dict, how)
@@ -225,6 +227,8 @@ def _prompt_datum(prompt: list[Message], info: dict[str, Any], row: dict[str, An
     chat = Chat(messages=with_task_prompts(prompt, how.spec), tools=offered or None)
     if chat["tools"] is not None:
         info["tools"] = chat["tools"]
+    if how.spec.keeps_rows:
+        info[ROW] = {key: value for key, value in row.items() if key != "task_name"}
     entry = opening_entry(chat, how.tokenizer, how.max_seq_length, how.spec.rules)
     RenderedChat(chat["messages"], chat["tools"], entry["content"], how.tokenizer).check(
         how.spec.may_leave_out, task=how.spec.task_name

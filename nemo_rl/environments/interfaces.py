@@ -101,6 +101,8 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
     pooled: ClassVar[bool] = False
     """Whether the environment may run in several actors, as many as the key `num_workers` of its section says (default
     1); all calls for an episode go to the same one. Otherwise it has one actor, and a key `num_workers` is its own."""
+    calls_own_code: ClassVar[bool] = False
+    """Whether a class of the library calls the user's functions, which are tried before engines start."""
     runs_agents: ClassVar[bool] = False
     """Whether `step` runs a program that samples from the policy itself, through an endpoint of the run. Each sample is
     then one call of `step`, without a response before it; its metadata, a dict, also has `agent` with the endpoint's

@@ -38,6 +38,7 @@ _TOOLS = "nemo_rl.kits.tools"
 
 ENV_REGISTRY: dict[str, EnvRegistryEntry] = {
     "math": {"actor_class_fqn": f"{_MATH}.MathEnvironment"},
+    "reward": {"actor_class_fqn": "nemo_rl.environments.reward_functions.RewardEnvironment"},
     "math_default": {"actor_class_fqn": f"{_MATH}.MathEnvironment"},
     "math_multi_reward": {"actor_class_fqn": f"{_MATH}.MathMultiRewardEnvironment"},
     "code": {"actor_class_fqn": "nemo_rl.kits.code.environment.CodeEnvironment"},

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from nemo_rl.config import config_of
 from nemo_rl.config.runs.dependent_keys import fill_dependent_keys
 from nemo_rl.config.runs.eval import EvalMasterConfig
-from nemo_rl.config.schema.env import stop_strings_of
+from nemo_rl.config.schema.env import keeps_rows, stop_strings_of
 from nemo_rl.data.messages.content import text_rules
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import init_ray
@@ -90,6 +90,7 @@ def setup(
     master_config: EvalMasterConfig | Mapping[str, Any],
     tokenizer: PreTrainedTokenizerBase | None = None,
     dataset: Any = None,
+    env: Any = None,
 ) -> Evaluation:
     """Prepare an evaluation for `run_env_eval`, with arguments from the configuration if they are omitted.
 
@@ -97,6 +98,7 @@ def setup(
         master_config: the configuration: an object, or a dict with a file's content, which is checked like a file.
         tokenizer: tokenizer of the model; with an endpoint it encodes what is kept of conversations, and nothing else.
         dataset: the prompts; see `data.datasets.user_data.given_data`.
+        env: environment that grades, if it is not the configured one; pass it to `run_env_eval` too.
 
     Raises:
         ConfigError, DataError: the configuration or the data cannot be used.
@@ -111,10 +113,12 @@ def setup(
     check_engine_model(config.policy, config.cluster)
     tokenizer = tokenizer or tokenizer_of(config)
     name = config.data.env_name
-    check_environment(name, config.env.get(name, {}), tokenizer, construct=name not in config.cluster.venvs)
+    construct = env is None and name not in config.cluster.venvs
+    check_environment(name, config.env.get(name, {}), tokenizer, construct=construct)
     prompts: EvaluationPrompts
     if dataset is None:
-        prompts = EvalPrompts(data_of(config), tokenizer, stop_strings_of(config.env, config.data.env_name))
+        stop, keeps = stop_strings_of(config.env, name), keeps_rows(config.env, name)
+        prompts = EvalPrompts(data_of(config), tokenizer, stop, keeps_rows=keeps)
     else:
         prompts = GivenPrompts(dataset, config.data)
     return Evaluation(EvalGeneration(config, tokenizer), prompts, config)

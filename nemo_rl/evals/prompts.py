@@ -318,17 +318,25 @@ class EvalPrompts:
     Args:
         tokenizer: renders and tokenises prompts.
         stop_strings: texts that end an answer, in addition to those of `generation`.
+        keeps_rows: whether the environment gets the columns of each row.
 
     Raises:
         DataError: the data cannot be read, too many of its rows are unusable, or prompt files and chat
             template do not fit together.
     """
 
-    def __init__(self, config: EvalDataConfig, tokenizer: TokenizerType, stop_strings: list[str] | None = None) -> None:
+    def __init__(
+        self,
+        config: EvalDataConfig,
+        tokenizer: TokenizerType,
+        stop_strings: list[str] | None = None,
+        *,
+        keeps_rows: bool = False,
+    ) -> None:
         if config.processor:
             get_processor(config.processor)
         problems = load_eval_dataset(config)
-        spec = replace(problems.task_spec, stop_strings=stop_strings)
+        spec = replace(problems.task_spec, stop_strings=stop_strings, keeps_rows=keeps_rows)
         raw = problems.raw
         name = config.data_path or str(config.dataset_name)
         self._topic_key = problems.topic_key

@@ -9,6 +9,7 @@ do not install these handlers; there SIGUSR1 requests the stacks (`distributed.w
 Invariant: a signal that is ignored when the program starts (`nohup`, a shell's background job) stays ignored.
 """
 
+import builtins
 import logging
 import os
 import signal
@@ -79,11 +80,16 @@ def result_with_handlers[T](future: Future[T], timeout_s: float) -> T:
             _restore(before)
 
 
+def in_notebook() -> bool:
+    """Return whether IPython runs this process, which handles signals itself."""
+    return hasattr(builtins, "__IPYTHON__")
+
+
 class DeferredSignals:
     """Between `start` and `stop`, the first stop signal is only recorded.
 
     A second signal, or the first one again when the grace time is over, goes to the previous handler. Python handles
-    signals only in the main thread; in other threads this does nothing.
+    signals only in the main thread; in other threads, and in notebooks, this does nothing.
 
     Args:
         grace_s: seconds from the first signal within which the safe point must be reached.
@@ -100,9 +106,10 @@ class DeferredSignals:
         self._stopped = threading.Event()
 
     def start(self) -> Self:
-        """Defer signals from now on."""
-        self._before = _handlers()
-        _install(self._note)
+        """Defer signals from now on, except in a notebook, where an interrupt ends the cell at once."""
+        if not in_notebook():
+            self._before = _handlers()
+            _install(self._note)
         return self
 
     def stop(self) -> None:

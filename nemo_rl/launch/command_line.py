@@ -9,8 +9,9 @@ import argparse
 import importlib
 import os
 import sys
+import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from types import TracebackType
 
 from nemo_rl.config import RunConfig, load_config
 from nemo_rl.environments.user_errors import report
-from nemo_rl.host.stop_signals import leave_at_once
+from nemo_rl.host.stop_signals import in_notebook, leave_at_once
 from nemo_rl.launch.checks import Moment, make_checks
 from nemo_rl.optimizations.fork_server import start_fork_server
 from nemo_rl.optimizations.switch import is_on
@@ -49,8 +50,6 @@ def launch[ConfigT: RunConfig](
         Exit status.
     """
     leave_at_once()
-    # torchdata calls the deprecated function when a loader is imported; users cannot change that.
-    warnings.filterwarnings("ignore", message=".*set_vital.*")
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=default_config, help="YAML file of the run")
     parser.add_argument(
@@ -65,14 +64,27 @@ def launch[ConfigT: RunConfig](
             # The core does not import commands, and a refused configuration does not wait for torch.
             status: int = importlib.import_module("nemo_rl.commands.dry_run").dry_run(config)
             return status
-        make_checks(config, Moment.FIRST)
-        if not config.cluster.uses_gpu and is_on("fork_server", config.cluster.optimizations):
-            start_fork_server(partial(_engine_libraries, config))
-        make_checks(config, Moment.LIBRARIES)
+        prepare(config)
         run(config)
         return 0
 
     return exit_status(work)
+
+
+def prepare(config: RunConfig, without: Collection[str] = ()) -> None:
+    """Make the checks before `setup`, and fork the server of workers where that is safe.
+
+    Args:
+        config: a checked configuration.
+        without: see `make_checks`.
+    """
+    # torchdata calls the deprecated function when a loader is imported; users cannot change that.
+    warnings.filterwarnings("ignore", message=".*set_vital.*")
+    make_checks(config, Moment.FIRST)
+    is_program = threading.current_thread() is threading.main_thread() and not in_notebook()
+    if is_program and not config.cluster.uses_gpu and is_on("fork_server", config.cluster.optimizations):
+        start_fork_server(partial(_engine_libraries, config))
+    make_checks(config, Moment.LIBRARIES, without)
 
 
 def show_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

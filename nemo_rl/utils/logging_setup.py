@@ -70,6 +70,13 @@ def wrapped(line: str, width: int = WIDTH) -> list[str]:
     )
 
 
+def show_messages() -> None:
+    """Show nemo_rl's records as `configure_logging` does, unless the program has configured logging itself."""
+    library = logging.getLogger("nemo_rl")
+    if not logging.getLogger().handlers and not library.handlers and library.level == logging.NOTSET:
+        configure_logging()
+
+
 def configure_logging() -> None:
     """Show nemo_rl's records at NRL_LOG_LEVEL (INFO) and other libraries' warnings, on stderr.
 

@@ -58,15 +58,18 @@ def check_environments(
         )
 
 
-def response_data(tokenizer: TokenizerType, config: RolloutMasterConfig) -> RunData:
+def response_data(tokenizer: TokenizerType, config: RolloutMasterConfig, own: Collection[str] = ()) -> RunData:
     """Check the environments with the tokenizer, and load the prompts of a run with the tools of their environments.
+
+    Args:
+        own: environments that the program has made, whose sections are not checked.
 
     Raises:
         ConfigError, DataError: the data cannot be used, or the tools or their parser cannot.
     """
     used = {entry.env_name for entry in (*config.data.train_entries, *config.data.validation_entries)}
     for name in used:
-        if name in config.env and name not in config.cluster.venvs:
+        if name in config.env and name not in config.cluster.venvs and name not in own:
             check_environment(name, config.env[name], tokenizer)
     tools = {
         name: load_env_class(env_class_path(name))[0].offered_tools(section, tokenizer, f"env.{name}")

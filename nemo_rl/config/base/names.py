@@ -17,6 +17,9 @@ ARITHMETIC = "arithmetic"
 ARITHMETIC_SFT = "arithmetic_sft"
 ARITHMETIC_PREFERENCE = "arithmetic_preference"
 EPISODES = "episodes"
+PROMPTS = "PromptDataset"
+ROW = "row"
+"""Key of a sample's metadata for the columns of its row, where the environment gets them."""
 PLAIN_TEXT = "arrow_text"
 NEMO_GYM_ROWS = "NemoGymDataset"
 ARITHMETIC_PRODUCTS = "arithmetic_products"
@@ -50,6 +53,7 @@ RESPONSE_DATASET_NAMES: tuple[str, ...] = (
     "code_contests",
     "CodeDataset",
     "ResponseDataset",
+    PROMPTS,
     ARITHMETIC,
     ARITHMETIC_PRODUCTS,
     ARITHMETIC_SFT,
@@ -86,7 +90,7 @@ OVERRIDE_MARKER = "_override_"
 """Key of a mapping that replaces an inherited one as a whole."""
 
 BUILT_IN_ENVIRONMENTS: tuple[str, ...] = (
-    *("math", "math_default", "math_multi_reward", "code", "code_jaccard", "reward_model", "llm_judge"),
+    *("math", "reward", "math_default", "math_multi_reward", "code", "code_jaccard", "reward_model", "llm_judge"),
     *("sliding_puzzle_game", "blackjack", "gymnasium", "textarena", "reasoning_gym", "verifiers", "rag", "tools"),
     *("agent", "nemo_gym"),
 )

@@ -1,12 +1,18 @@
 """Finds files that a configuration names by a relative path.
 
-Invariant: a relative path means the current folder first, then the repository root (the folder that holds `examples/`
-and `nemo_rl/`).
+Invariant: a relative path means the current folder first, then the folder that holds `examples/`: the repository root,
+or in an installed wheel the package itself. A bare name, such as `grpo_math_cpu.yaml` or `tiny-chat`, may also be that
+of a file or model of the library.
 """
 
 from pathlib import Path
 
 REPOSITORY_ROOT = Path(__file__).resolve().parents[3]
+
+_PACKAGE = Path(__file__).resolve().parents[2]
+FILES_ROOT = _PACKAGE if (_PACKAGE / "examples").is_dir() else REPOSITORY_ROOT
+"""Folder with `examples/`, which a wheel has inside the package."""
+_LIBRARY_FOLDERS = ("examples/configs", "examples/configs/evals", "examples/assets")
 
 _DATA_SUFFIXES = frozenset({".json", ".jsonl", ".parquet", ".arrow", ".csv", ".gz", ".zst", ".txt"})
 
@@ -15,15 +21,25 @@ def find_path(path: str | Path) -> Path | None:
     """Return the absolute path of the existing file or folder that `path` means, or None if there is none.
 
     Args:
-        path: absolute, starting with `~`, or relative to the current folder or the repository root.
+        path: absolute, starting with `~`, or relative to the current folder or the folder of `examples/`, or the name
+            of a file or model of the library.
     """
     try:
         wanted = Path(path).expanduser()
-        folders = [Path.cwd(), REPOSITORY_ROOT]
+        folders = [Path.cwd(), FILES_ROOT]
         places = [wanted] if wanted.is_absolute() else [folder / wanted for folder in folders]
-        return next((place.resolve() for place in places if place.exists()), None)
+        found = next((place.resolve() for place in places if place.exists()), None)
+        return found or library_file(str(path))
     except (OSError, RuntimeError, ValueError):  # a name that no file can have, or a user that does not exist
         return None
+
+
+def library_file(name: str) -> Path | None:
+    """Return the absolute path of a base configuration or a tiny model of the library by its bare name."""
+    if Path(name).name != name or name in ("", ".", ".."):
+        return None
+    places = [FILES_ROOT / folder / name for folder in _LIBRARY_FOLDERS]
+    return next((place.resolve() for place in places if place.exists()), None)
 
 
 def looks_local(name: str) -> bool:

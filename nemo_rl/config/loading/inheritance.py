@@ -1,7 +1,8 @@
 """Reads YAML files that inherit from others by a `defaults:` key.
 
 It returns the layers of a configuration, parents first, for load.py. Invariant: a path in `defaults:` is relative to
-the file that names it; interpolations stay unresolved, so a child also changes what depends on the key it overrides.
+the file that names it, or the bare name of a base file of the library; interpolations stay unresolved, so a child also
+changes what depends on the key it overrides.
 """
 
 import re
@@ -15,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_rl.config.base.names import OVERRIDE_MARKER
-from nemo_rl.config.base.paths import find_path
+from nemo_rl.config.base.paths import find_path, library_file
 from nemo_rl.files.regular_file import read_text, require_regular
 from nemo_rl.utils.errors import ConfigError
 
@@ -118,7 +119,8 @@ def _read(path: Path, children: tuple[Path, ...]) -> list[Layer]:
     parents = content.pop("defaults", None)
     layers = []
     for parent in _as_list(parents, path):
-        parent_path = resolve_path(path.parent, parent).resolve()
+        relative = resolve_path(path.parent, parent).resolve()
+        parent_path = relative if relative.exists() else library_file(parent) or relative
         _require_regular(parent_path)
         if not parent_path.exists():
             raise ConfigError(

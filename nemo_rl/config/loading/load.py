@@ -61,6 +61,7 @@ def load_config[Config: Section](
     schema: type[Config] = GRPOMasterConfig,  # type: ignore[assignment]
     *,
     check: bool = True,
+    program_keys: Mapping[str, Any] | None = None,
 ) -> Config:
     """Load a configuration.
 
@@ -69,6 +70,7 @@ def load_config[Config: Section](
         overrides: texts in Hydra's grammar, e.g. `["grpo.seed=1", "+policy.optimizer.kwargs.amsgrad=true"]`.
         schema: the master config class of the algorithm.
         check: also check keys against each other and look for the files they name.
+        program_keys: keys of a program, as in a file that inherits from `path`.
 
     Returns:
         The configuration with plain values; paths that exist are absolute.
@@ -76,7 +78,10 @@ def load_config[Config: Section](
     Raises:
         ConfigError: a file, key, value, override or combination is wrong.
     """
-    return _loaded(schema, layers_of(schema, read_layers(path)), overrides, check)
+    layers = read_layers(path)
+    if program_keys is not None:
+        layers.append(_layer_of(program_keys))
+    return _loaded(schema, layers_of(schema, layers), overrides, check)
 
 
 def config_of[Config: Section](
@@ -92,11 +97,16 @@ def config_of[Config: Section](
     Raises:
         ConfigError: as in `load_config`.
     """
+    return _loaded(schema, layers_of(schema, [_layer_of(tree)]), (), check)
+
+
+def _layer_of(tree: Mapping[str, Any] | DictConfig) -> Layer:
+    """Return the keys of a program like those of a file."""
     try:
         content = tree if isinstance(tree, DictConfig) else OmegaConf.create(plain_values(tree))
     except OmegaConfBaseException as error:
         raise ConfigError(f"the configuration given: {str(error).splitlines()[0]}") from None
-    return _loaded(schema, layers_of(schema, [Layer(Path("the configuration given"), content)]), (), check)
+    return Layer(Path("the configuration given"), content)
 
 
 def _loaded[Config: Section](

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from nemo_rl.config.base.paths import REPOSITORY_ROOT, find_path, looks_local
+from nemo_rl.config.base.paths import FILES_ROOT, find_path, looks_local
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.schema.model.policy import TokenizerConfig
@@ -45,7 +45,7 @@ def check_files(paths: Iterable[PathKey]) -> Findings:
         if found is None:
             yield (
                 f"{place}.{key}={value!r} does not exist. Looked in {Path.cwd()} (current folder) and "
-                f"{REPOSITORY_ROOT} (repository). Give a path that exists."
+                f"{FILES_ROOT} (repository). Give a path that exists."
             )
         elif key in _TEXTS and not found.is_file():
             yield f"{place}.{key}={value!r} is not a file (a folder, a pipe or a device). Give a text file."

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field
 
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.base.structure import NamedSections
-from nemo_rl.config.base.value_types import Amount, Count, Gibibytes, Seconds, Workers
+from nemo_rl.config.base.value_types import Amount, Count, Gibibytes, Number, Seconds, Workers
 from nemo_rl.config.schema.agents import NEMO_GYM, AgentEnvironmentConfig, NemoGymConfig
 from nemo_rl.config.schema.judges import LLMJudgeConfig, RewardModelEnvironmentConfig
 from nemo_rl.config.schema.kits import (
@@ -55,6 +55,19 @@ class MathEnvironmentConfig(EnvironmentSection):
     """Seconds for one answer; afterwards it counts as a reward error."""
 
 
+class RewardFunctionsConfig(EnvironmentSection):
+    """Functions of the user that reward an answer: `reward(answer, row)`, or `reward(answers, rows)` with lists."""
+
+    function: str | dict[str, str] | None = None
+    """Dotted path of a function, or several by name, whose numbers are added; null: a program passes them."""
+    weights: dict[str, Number] = Field(default_factory=dict)
+    """Weight of each named function; 1 for those that are left out."""
+    num_workers: Workers = 1
+    """Processes that call the functions."""
+    stop_strings: list[str] | None = None
+    """Texts that end the answers this environment rewards, besides policy.generation.stop_strings."""
+
+
 class CodeEnvironmentConfig(SandboxKeys):
     """Programs of the model, run in a sandbox and graded with tests."""
 
@@ -87,9 +100,14 @@ class CodeJaccardEnvironmentConfig(Section):
 def stop_strings_of(environments: Mapping[str, Any], name: str | None) -> list[str] | None:
     """Return the stop strings of an environment that has a schema."""
     section = environments.get(name or "")
-    graded = MathEnvironmentConfig | CodeEnvironmentConfig | CodeJaccardEnvironmentConfig
+    graded = MathEnvironmentConfig | RewardFunctionsConfig | CodeEnvironmentConfig | CodeJaccardEnvironmentConfig
     with_turns = ToolEnvironmentConfig | RAGEnvironmentConfig | GameSection | VerifiersConfig
     return section.stop_strings if isinstance(section, graded | with_turns) else None
+
+
+def keeps_rows(environments: Mapping[str, Any], name: str | None) -> bool:
+    """Return whether an environment gets the whole row of the data set with each sample."""
+    return isinstance(environments.get(name or ""), RewardFunctionsConfig)
 
 
 def output_bytes_of(environments: Mapping[str, Any], name: str | None) -> int | None:
@@ -104,6 +122,7 @@ class BuiltInEnvironments(TypedDict, total=False):
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
 
     math: MathEnvironmentConfig
+    reward: RewardFunctionsConfig
     code: CodeEnvironmentConfig
     code_jaccard: CodeJaccardEnvironmentConfig
     sliding_puzzle_game: SlidingPuzzleEnvironmentConfig

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from nemo_rl.config import DatasetConfig
-from nemo_rl.config.base.names import PLAIN_TEXT
+from nemo_rl.config.base.names import PLAIN_TEXT, PROMPTS
 from nemo_rl.data.bad_rows import RowError
 from nemo_rl.data.datasets.arithmetic import TRAIN, VALIDATION, ArithmeticDataset, ProductsDataset, WorkedSumsDataset
 from nemo_rl.data.datasets.code_datasets import CODE_REGISTRY
@@ -25,7 +25,7 @@ from nemo_rl.data.datasets.hub import HubSource, load_table
 from nemo_rl.data.datasets.nemo_gym import NemoGymDataset
 from nemo_rl.data.datasets.raw_dataset import FormattedRow, FormattedRows, RawDataset, Row
 from nemo_rl.data.datasets.registry import DatasetFactory, DatasetKind
-from nemo_rl.data.datasets.rows.values import kind_of, text_of, value_of
+from nemo_rl.data.datasets.rows.values import kind_of, plain_text, text_of, value_of
 from nemo_rl.data.processors import episode_data_processor, get_processor
 from nemo_rl.utils.errors import DataError
 from nemo_rl.utils.seed import derive_seed
@@ -136,6 +136,43 @@ class ResponseDataset(RawDataset):
         ]
 
 
+class PromptDataset(RawDataset):
+    """Prompts from a local file, a mirror or the hub, with or without a known answer.
+
+    A row has a text or a list of messages in `input_key` (null: `prompt`), or a list in the column `messages`. A column
+    `output_key` (null: `answer`), if a row has one, is the known answer.
+
+    Args:
+        config: The entry of `data.train` or `data.validation`.
+        role: "train" or "validation": chooses the usual split.
+
+    Raises:
+        DataError: There is nothing to read, or it cannot be read.
+    """
+
+    def __init__(self, config: DatasetConfig, role: str = TRAIN) -> None:
+        self._input_key = config.input_key or "prompt"
+        self._output_key = config.output_key or "answer"
+        table = load_table(config, role, HubSource(None))
+        columns = [self._input_key, self._output_key, "messages"]
+        self.take_rows(table, FormattedRows(table, columns, self.to_messages, config.env_name))
+
+    def to_messages(self, row: Row) -> list[dict[str, Any]]:
+        """Return the prompt of a raw row, and the known answer (an empty text if there is none) as the last message.
+
+        Raises:
+            RowError: The row cannot be used; the message says why.
+        """
+        key = "messages" if self._input_key not in row and "messages" in row else self._input_key
+        if isinstance(value_of(row, key), list):
+            prompt = message_list(row[key], key)
+        else:
+            prompt = [{"role": "user", "content": text_of(row, key)}]
+        answer = row.get(self._output_key)
+        known = "" if not isinstance(answer, str | int | float) else plain_text(answer, repr(self._output_key))
+        return [*prompt, {"role": "assistant", "content": known}]
+
+
 class GSM8KDataset(ResponseDataset):
     """GSM8K: the answer is the number after `####`, without thousands separators."""
 
@@ -222,6 +259,7 @@ DATASET_REGISTRY: dict[str, DatasetFactory] = {
     PLAIN_TEXT: PlainTextDataset,
     **CODE_REGISTRY,
     "ResponseDataset": ResponseDataset,
+    PROMPTS: PromptDataset,
     "arithmetic": ArithmeticDataset.of_entry,
     "arithmetic_products": ProductsDataset.of_entry,
     "arithmetic_sft": WorkedSumsDataset,

@@ -16,7 +16,7 @@ import numpy as np
 
 from nemo_rl.config import DataConfig, DatasetConfig, SupervisedDataConfig, report_findings
 from nemo_rl.config.rules.data import check_environment
-from nemo_rl.config.schema.env import output_bytes_of, stop_strings_of
+from nemo_rl.config.schema.env import keeps_rows, output_bytes_of, stop_strings_of
 from nemo_rl.data.bad_rows import BadRow, report_bad_rows
 from nemo_rl.data.datasets.arithmetic import TRAIN, VALIDATION
 from nemo_rl.data.datasets.preference_datasets import load_feedback_dataset, load_preference_dataset
@@ -140,6 +140,7 @@ def setup_response_data(
             stop_strings=stop_strings_of(sections, entry.env_name),
             tools=(tools or {}).get(entry.env_name or "", ()),
             output_bytes=output_bytes_of(sections, entry.env_name),
+            keeps_rows=keeps_rows(sections, entry.env_name),
         )
         for entry, _ in _entries(data_config)
     ]
@@ -179,6 +180,8 @@ class _Part:
     """Function schemas that its prompts offer."""
     output_bytes: int | None = None
     """Most bytes that a program may write, if its environment runs programs."""
+    keeps_rows: bool = False
+    """Whether its environment gets the columns of each row."""
 
 
 def _setup_supervised(
@@ -221,6 +224,7 @@ def _setup(tokenizer: TokenizerType, data_config: DataConfig, parts: list[_Part]
             rules,
             part.tools,
             data_config.template_may_leave_out,
+            part.keeps_rows,
         )
         for (entry, _), part in zip(entries, parts, strict=True)
     ]
@@ -274,6 +278,6 @@ def _length_advice(bad: Sequence[BadRow], rows: Any, tokenizer: TokenizerType, s
 def _report_unused_columns(name: str, raw: RawDataset, part: _Part) -> None:
     """Log the columns that neither the data set nor a built-in processor reads."""
     read = columns_of(part.process)
-    unused = [] if read is None else [column for column in raw.unused_columns if column not in read]
+    unused = [] if read is None or part.keeps_rows else [column for column in raw.unused_columns if column not in read]
     if unused:
         logger.info("Data set %s: nothing reads its columns %s.", name, ", ".join(unused))

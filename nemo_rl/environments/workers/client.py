@@ -106,9 +106,9 @@ class EnvironmentClient:
     ) -> None:
         self.name = name
         self.num_calls = 0
-        self.is_own = not module_of(env_class).startswith("nemo_rl.")
         runtime_env = runtime_env or {}
         self._traits = traits_of(env_class, runtime_env, start_timeout_s)
+        self.is_own = self._traits.calls_own_code or not module_of(env_class).startswith("nemo_rl.")
         self._section = cfg
         self._step_timeout_s = step_timeout_s
         self._deadline_s = step_timeout_s + (_LATER_S if self._traits.is_async else 0.0)

@@ -159,6 +159,8 @@ class EnvironmentTraits:
     """As `EnvironmentInterface.reads_token_ids`."""
     pooled: bool = False
     """As `EnvironmentInterface.pooled`."""
+    calls_own_code: bool = False
+    """As `EnvironmentInterface.calls_own_code`."""
     runs_agents: bool = False
     """As `EnvironmentInterface.runs_agents`."""
 
@@ -224,6 +226,7 @@ def _traits(loaded: tuple[EnvironmentClass, dict[str, Any]]) -> EnvironmentTrait
         "close_episode" not in hooks if continues is None else continues,
         plain_class.reads_token_ids,
         pooled=plain_class.pooled,
+        calls_own_code=plain_class.calls_own_code,
         runs_agents=plain_class.runs_agents,
     )
 
