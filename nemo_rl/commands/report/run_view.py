@@ -12,6 +12,7 @@ from huggingface_hub import try_to_load_from_cache
 from tokenizers import Tokenizer
 
 from nemo_rl.commands.report.curves import Curves, phases_of
+from nemo_rl.commands.report.failure import where_it_failed
 from nemo_rl.commands.report.findings import find
 from nemo_rl.commands.report.run_files import RunFiles
 from nemo_rl.commands.report.samples import COLUMNS, READ_ERRORS, SampleIndex
@@ -47,7 +48,10 @@ class TokenTexts:
     def _decode(self, token: int) -> str:
         if self._tokenizer is None or token >= _LARGEST:
             return f"[{token}]"
-        text: str = self._tokenizer.decode([token], skip_special_tokens=False)
+        alone: str = self._tokenizer.decode([token], skip_special_tokens=False)
+        twice: str = self._tokenizer.decode([token, token], skip_special_tokens=False)
+        # SentencePiece removes the space before the first word, and WordPiece adds one between words.
+        text = twice.removeprefix(alone) if twice.startswith(alone) else alone
         return text or str(self._tokenizer.id_to_token(token) or f"[{token}]")
 
 
@@ -165,7 +169,15 @@ class RunView:
         status = {name: record.get(name) for name in ("status", "started", "ended", "error", "host", "version")}
         command = record.get("command")
         words = [str(word) for word in command] if isinstance(command, list) else []
-        return status | {"step": last, "max_steps": most, "command": words, "last_time": self.curves.last_time}
+        status |= {"step": last, "max_steps": most, "command": words, "last_time": self.curves.last_time}
+        if record.get("status") == "failed":
+            status["where"] = where_it_failed(self.run.folder, str(record.get("error")))
+        return status | {"earlier": [self._part(part) for part in self.run.earlier]}
+
+    def _part(self, part: RunFiles) -> dict[str, Any]:
+        """Return how an earlier part of the run ended, which a later one goes on from."""
+        record = part.record()
+        return {"name": part.folder.name, **{name: record.get(name) for name in ("status", "started", "ended")}}
 
     def _facts(self) -> dict[str, Any]:
         config = self.run.flat_config
