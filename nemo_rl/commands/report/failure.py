@@ -1,4 +1,4 @@
-"""Say where a run failed, from what it left in its folder: the worker, the phase and the line of the user's own code."""
+"""Say where a run failed, from the files in its folder: the worker, the phase and the line of the user's own code."""
 
 import re
 from pathlib import Path
@@ -7,10 +7,14 @@ from typing import NamedTuple
 from nemo_rl.algorithms.setup.run_record import TRACEBACK_FILE
 from nemo_rl.files.regular_file import read_text
 
-_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n(?P<source>(?!\s*File ).*)$', re.M)
+_FRAME = re.compile(
+    r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n(?P<source>(?!\s*File ).*)$', re.M
+)
 _WORKER = re.compile(r"\b[Ww]orker (?P<worker>[\w.-]+ \([^()]*\))")
 _PHASE = re.compile(r"\bduring '(?P<phase>[^']+)'")
-_NOT_OWN = re.compile(r"(^|/)(nemo_rl|site-packages|dist-packages|lib/python3[^/]*|examples/run_\w+\.py|pytest)(/|$)|^<")
+_NOT_OWN = re.compile(
+    r"(^|/)(nemo_rl|site-packages|dist-packages|lib/python3[^/]*|examples/run_\w+\.py|pytest)(/|$)|^<"
+)
 
 
 class Frame(NamedTuple):

@@ -22,8 +22,18 @@ from nemo_rl.commands.report.run_view import RunView
 from nemo_rl.files.writing import write_atomically
 from nemo_rl.utils.errors import ConfigError
 
-_SCRIPTS = ("uPlot.iife.min.js", "elements.js", "lines.js", "charts.js", "runs.js", "samples.js", "tokens.js", "rollouts.js",
-    "curves.js", "page.js")
+_SCRIPTS = (
+    "uPlot.iife.min.js",
+    "elements.js",
+    "lines.js",
+    "charts.js",
+    "runs.js",
+    "samples.js",
+    "tokens.js",
+    "rollouts.js",
+    "curves.js",
+    "page.js",
+)
 _STYLES = ("uPlot.min.css", "page.css")
 
 

@@ -171,16 +171,16 @@ def serve(run: RunFiles, host: str, port: int) -> None:
     Raises:
         ConfigError: the address cannot be used.
     """
-    listener = _listener(host, port)
+    listening = listener(host, port)
     server = RunServer(run)
-    address = f"http://{host}:{listener.getsockname()[1]}/{server.key}/"
+    address = f"http://{host}:{listening.getsockname()[1]}/{server.key}/"
     logger.info("%s is shown at %s (end with Ctrl-C)", run.name, address)
     serving = server.guard.server(server.application(), timeout_graceful_shutdown=3)
     with contextlib.suppress(KeyboardInterrupt):
-        serving.run(sockets=[listener])
+        serving.run(sockets=[listening])
 
 
-def _listener(host: str, port: int) -> socket.socket:
+def listener(host: str, port: int) -> socket.socket:
     """Listen on a port, or on one of the next ones if it is taken."""
     last = port + _MOST_PORTS - 1
     while True:

@@ -55,6 +55,6 @@ function curves() {
     checkbox("logarithmic", OPTIONS.log, change("log")),
     DATA.runs.length > 1 ? checkbox("join runs that differ in their seed only", OPTIONS.seeds, change("seeds")) : null);
   draw();
-  return [controls, make("p", { class: "soft" }, "Drag across a chart to zoom in, press it twice to zoom out. Validations and metrics with " +
+  return [make("h2", { class: "unseen" }, "Curves"), controls, make("p", { class: "soft" }, "Drag across a chart to zoom in, press it twice to zoom out. Validations and metrics with " +
     `fewer than ${FEWEST_SMOOTHED} points are never smoothed.`), legend, area];
 }
