@@ -85,7 +85,7 @@ class RunFiles:
 
     @property
     def checkpoint_folder(self) -> str | None:
-        """The folder of its checkpoints as the configuration has it; None if it saves none."""
+        """The folder of its checkpoints as the configuration has it, or None if it saves none."""
         section = _section(self.config, "checkpointing")
         folder = section.get("checkpoint_dir") if section.get("enabled") else None
         return folder if isinstance(folder, str) else None

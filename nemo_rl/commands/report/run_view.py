@@ -12,9 +12,9 @@ from huggingface_hub import try_to_load_from_cache
 from tokenizers import Tokenizer
 
 from nemo_rl.commands.report.curves import Curves, phases_of
-from nemo_rl.commands.report.failure import where_it_failed
 from nemo_rl.commands.report.findings import find
 from nemo_rl.commands.report.run_files import RunFiles
+from nemo_rl.commands.report.run_state import state_of
 from nemo_rl.commands.report.samples import COLUMNS, READ_ERRORS, SampleIndex
 from nemo_rl.host.boundary import Boundary
 
@@ -165,19 +165,8 @@ class RunView:
                 yield str(number), self.detail(number)
 
     def _status(self) -> dict[str, Any]:
-        record, last, most = self.run.record(), self.curves.last_step, self.run.max_steps
-        status = {name: record.get(name) for name in ("status", "started", "ended", "error", "host", "version")}
-        command = record.get("command")
-        words = [str(word) for word in command] if isinstance(command, list) else []
-        status |= {"step": last, "max_steps": most, "command": words, "last_time": self.curves.last_time}
-        if record.get("status") == "failed":
-            status["where"] = where_it_failed(self.run.folder, str(record.get("error")))
-        return status | {"earlier": [self._part(part) for part in self.run.earlier]}
-
-    def _part(self, part: RunFiles) -> dict[str, Any]:
-        """Return how an earlier part of the run ended, which a later one goes on from."""
-        record = part.record()
-        return {"name": part.folder.name, **{name: record.get(name) for name in ("status", "started", "ended")}}
+        reached = {"step": self.curves.last_step, "last_time": self.curves.last_time}
+        return state_of(self.run) | reached | {"max_steps": self.run.max_steps}
 
     def _facts(self) -> dict[str, Any]:
         config = self.run.flat_config

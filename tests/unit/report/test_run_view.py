@@ -14,9 +14,9 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer
 
 from nemo_rl.algorithms.setup.run_record import record_run
-from nemo_rl.commands.report.failure import where_it_failed
 from nemo_rl.commands.report.findings import RULES, find
 from nemo_rl.commands.report.run_files import RunFiles, find_run, find_runs
+from nemo_rl.commands.report.run_state import where_it_failed
 from nemo_rl.commands.report.run_view import RunView, TokenTexts
 from nemo_rl.commands.report.samples import SampleIndex, SampleQuery
 from nemo_rl.config import RunConfig

@@ -1,10 +1,14 @@
-"""Say where a run failed, from the files in its folder: the worker, the phase and the line of the user's own code."""
+"""Say how a run ended, and where it failed: the worker, the phase and the line of the user's own code.
+
+Invariant: all of it is read from the run's record and its traceback, so it is there after the run.
+"""
 
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nemo_rl.algorithms.setup.run_record import TRACEBACK_FILE
+from nemo_rl.commands.report.run_files import RunFiles
 from nemo_rl.files.regular_file import read_text
 
 _FRAME = re.compile(
@@ -26,6 +30,23 @@ class Frame(NamedTuple):
     """The line; "" if the traceback does not have it."""
 
 
+def state_of(run: RunFiles) -> dict[str, Any]:
+    """Return `status`, `started`, `ended`, `error`, `where`, `host`, `version` and `command`, and the `earlier` parts."""
+    record = run.record()
+    state = {name: record.get(name) for name in ("status", "started", "ended", "error", "host", "version")}
+    command = record.get("command")
+    state["command"] = [str(word) for word in command] if isinstance(command, list) else []
+    if record.get("status") == "failed":
+        state["where"] = where_it_failed(run.folder, str(record.get("error")))
+    return state | {"earlier": [_part(part) for part in run.earlier]}
+
+
+def _part(part: RunFiles) -> dict[str, Any]:
+    """Return how a part of a run ended from which a later one went on."""
+    record = part.record()
+    return {"name": part.folder.name, **{name: record.get(name) for name in ("status", "started", "ended")}}
+
+
 def where_it_failed(folder: Path, error: str) -> dict[str, str]:
     """Return what is known of `worker`, `phase`, `place` and `source`.
 
@@ -37,7 +58,7 @@ def where_it_failed(folder: Path, error: str) -> dict[str, str]:
         trace = read_text(folder / TRACEBACK_FILE)
     except (OSError, UnicodeError):
         trace = ""
-    found = {}
+    found: dict[str, str] = {}
     for pattern in (_WORKER, _PHASE):
         match = pattern.search(error) or pattern.search(trace)
         found |= match.groupdict() if match else {}
