@@ -98,7 +98,7 @@ class InTurn:
 
 _FIRST_SHOWN = ("accuracy", "val_loss", "loss", "preference_loss")
 _SHOWN_IF_ANY = ("num_reward_errors", "truncation_rate")
-_ROOM = 105
+_ROOM = 112
 """Characters of a console line that remain for the metrics of a validation."""
 
 

@@ -31,7 +31,7 @@ class Frame(NamedTuple):
 
 
 def state_of(run: RunFiles) -> dict[str, Any]:
-    """Return `status`, `started`, `ended`, `error`, `where`, `host`, `version` and `command`, and the `earlier` parts."""
+    """Return what the run's record says, `where` it failed, and the `earlier` parts that it went on from."""
     record = run.record()
     state = {name: record.get(name) for name in ("status", "started", "ended", "error", "host", "version")}
     command = record.get("command")
