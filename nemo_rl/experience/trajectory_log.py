@@ -20,6 +20,7 @@ from nemo_rl.experience.rows import rows_of
 from nemo_rl.experience.runners.stored import messages_of
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.files.writing import OptionalOutput, write_atomically
+from nemo_rl.host.terminal import is_terminal
 from nemo_rl.models.batch_rows import BatchRows
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class ShownAnswers:
 
     def show(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """Log a line for each answer if it is the step's turn and standard error is a terminal."""
-        if (step - 1) % self.period or not sys.stderr.isatty():
+        if (step - 1) % self.period or not is_terminal(sys.stderr):
             return
         graded = [(each.reward, each) for each in trajectories if each.reward is not None]
         graded.sort(key=lambda pair: pair[0], reverse=True)
