@@ -150,8 +150,8 @@ def find_runs(path: Path) -> list[RunFiles]:
     """
     if _is_run(path):
         return [RunFiles(path.resolve())]
-    for pattern in ("exp_*", "*/exp_*"):
-        folders = [folder for folder in path.glob(pattern) if _is_run(folder)]
+    for patterns in (("exp_*",), ("*/exp_*", "*/*/exp_*")):
+        folders = [folder for pattern in patterns for folder in path.glob(pattern) if _is_run(folder)]
         if folders:
             order = sorted(folders, key=lambda folder: (str(folder.parent), len(folder.name), folder.name))
             return _chained([RunFiles(folder.resolve()) for folder in order])

@@ -40,9 +40,8 @@ function within(options) {
   };
 }
 
-function valuesOf(groups, valueOf, place) {
+function valuesOf(groups, several, valueOf, place) {
   // One number for each group, with its colour if there are several.
-  const several = groups.length > 1;
   return [place, ...groups.map((group) => make("span", { class: "value", title: group.label },
     several ? swatch(group.color) : null, shown(valueOf(group))))];
 }
@@ -89,8 +88,8 @@ function chart(name, groups, options) {
   const numbers = make("p", { class: "values soft" });
   const hovered = (index, xs, columns) => {
     const exact = new Map(lines.map((line, place) => [line.exact ? line.group : null, place]));
-    numbers.replaceChildren(...(index === null ? valuesOf(drawn, (group) => lastOfGroup(group, name), "last ") :
-      valuesOf(drawn, (group) => columns[exact.get(group)][index], `${options.axis === "steps" ? "step" : "second"} ${shown(xs[index])} `)));
+    numbers.replaceChildren(...(index === null ? valuesOf(drawn, groups.length > 1, (group) => lastOfGroup(group, name), "last ") :
+      valuesOf(drawn, groups.length > 1, (group) => columns[exact.get(group)][index], `${options.axis === "steps" ? "step" : "second"} ${shown(xs[index])} `)));
   };
   hovered(null);
   holder.draw = drawChart(holder, lines, options, hovered);

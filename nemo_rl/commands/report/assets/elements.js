@@ -41,7 +41,7 @@ function choice(label, options, value, change) {
 }
 
 function field(label, type, value, change, properties = {}) {
-  return make("label", {}, label, make("input", { type, value, oninput: (event) => change(event.target.value), ...properties }));
+  return make("label", {}, label, make("input", { type, ...properties, value, oninput: (event) => change(event.target.value) }));
 }
 
 // All have the same luminance, with enough contrast on the light and on the dark page.
