@@ -71,10 +71,10 @@ def launch[ConfigT: RunConfig](
             status: int = importlib.import_module("nemo_rl.commands.dry_run").dry_run(config)
             return status
         make_checks(config, Moment.FIRST)
+        logger.info("Loading the libraries, the data and the model %s.", config.policy.model_name)
         if not config.cluster.uses_gpu and is_on("fork_server", config.cluster.optimizations):
             start_fork_server(partial(_engine_libraries, config))
         make_checks(config, Moment.LIBRARIES)
-        logger.info("Loading the libraries, the data and %s.", config.policy.model_name)
         run(config)
         return 0
 
