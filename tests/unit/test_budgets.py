@@ -19,8 +19,8 @@ pytestmark = pytest.mark.fast
 OPTIONAL = ("sandbox", "kits", "agents", "commands")
 """Packages above the core."""
 
-LINES = {"core": 87_200, "all": 110_200}
-FILES = {"core": 501, "all": 650}
+LINES = {"core": 87_400, "all": 110_700}
+FILES = {"core": 501, "all": 651}
 FOLDERS = 86
 SHORT_FILES = 47
 """Files under 60 lines, without `__init__.py`."""
