@@ -143,8 +143,8 @@ def _of_engine(proposal: Proposal, engine: EngineChoice) -> Iterator[Reason]:
     yield Reason(
         "engines",
         f"{engine.engines} of {engine.tensor} x {engine.stages}",
-        f"an engine has {engine.answers} answers to sample in a step and room for {engine.room} of {length} tokens at a "
-        f"time, so it needs {f'{waves} rounds' if waves > 1 else 'one round'} of about {engine.seconds / waves:.3g} s; "
+        f"an engine has {engine.answers} answers to sample in a step and room for {engine.room} of {length} tokens "
+        f"at a time, so it needs {f'{waves} rounds' if waves > 1 else 'one round'} of about {engine.seconds / waves:.3g} s; "
         f"each of its GPUs holds {held["engine's weights"]:.1f} GiB of weights",
     )
     others = sum(size for kind, size in held.items() if kind == "weights" or kind.endswith("s weights"))
