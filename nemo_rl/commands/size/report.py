@@ -140,11 +140,12 @@ def _of_engine(proposal: Proposal, engine: EngineChoice) -> Iterator[Reason]:
     group = next(plan for plan in proposal.forecast.groups.values() if "generation" in plan.moments)
     held = {kind: size / 2**30 for kind, size in group.moments["generation"].items()}
     waves = -(-engine.answers // min(engine.answers, engine.room))
+    rounds = f"{waves} rounds" if waves > 1 else "one round"
     yield Reason(
         "engines",
         f"{engine.engines} of {engine.tensor} x {engine.stages}",
         f"an engine has {engine.answers} answers to sample in a step and room for {engine.room} of {length} tokens "
-        f"at a time, so it needs {f'{waves} rounds' if waves > 1 else 'one round'} of about {engine.seconds / waves:.3g} s; "
+        f"at a time, so it needs {rounds} of about {engine.seconds / waves:.3g} s; "
         f"each of its GPUs holds {held["engine's weights"]:.1f} GiB of weights",
     )
     others = sum(size for kind, size in held.items() if kind == "weights" or kind.endswith("s weights"))

@@ -1,9 +1,9 @@
 "use strict";
-// A table of all samples with filters, and the chosen ones beside it.
+// A table of all samples with filters, and the chosen ones next to it.
 
 const PAGE_ROWS = 25, MOST_SIDE = 32, WAIT_FOR_TEXT_MS = 250;
 const ARE_NUMBERS = new Set(["step", "group", "sample", "branch", "idx", "reward", "length", "turns"]);
-const ARE_MINOR = new Set(["phase", "group", "sample", "branch", "idx", "task", "turns"]); // hidden while a sample is open beside the table
+const ARE_MINOR = new Set(["phase", "group", "sample", "branch", "idx", "task", "turns"]); // hidden while a sample is open next to the table
 
 function rolloutsView(source, isLive, status) {
   const filter = { stored: isLive ? "" : "1", sort: "", descending: "0" };
