@@ -12,8 +12,14 @@ function endOf(run) {
   const status = run.status, kind = status.status;
   const least = status.max_steps && status.step < status.max_steps ? `; max_num_steps is ${status.max_steps}` : "";
   const when = status.step ? ` after ${status.step} steps${least}` : kind === "running" ? ", before the end of its first step" : " before the end of its first step";
+  const first = firstStep(run), since = first > 1 ? `; it began with step ${first}` : "";
   const earlier = status.earlier.map((part) => `${part.name} (${part.status || "unknown"})`).join(", ");
-  return [make("p", {}, make("span", { class: `ended ${kind}` }, ENDS[kind] || kind), when, earlier ? `; went on from ${earlier}` : ""), whyItFailed(status)];
+  return [make("p", {}, make("span", { class: `ended ${kind}` }, ENDS[kind] || kind), when, since, earlier ? `; went on from ${earlier}` : ""), whyItFailed(status)];
+}
+
+function firstStep(run) {
+  const curves = Object.entries(run.curves).filter(([name]) => name.startsWith("train/")).map(([, curve]) => curve.steps[0]);
+  return curves.length ? Math.min(...curves) : 0;
 }
 
 function whyItFailed(status) {
