@@ -33,7 +33,7 @@ _PER_TOKEN = ("generation_logprobs", "prev_logprobs", "advantages", "reference_p
 
 @dataclass(frozen=True)
 class ShownAnswers:
-    """How many answers a person who watches the run gets to see."""
+    """Answers of some steps for a person who watches the run."""
 
     number: int
     """Answers of a step, half of them with the highest and half with the lowest rewards."""

@@ -13,8 +13,6 @@ DESCRIPTION = """Write one HTML file that shows runs: how they ended, findings, 
 The file needs no network and no other file. Several runs are compared; those that differ in their seed only are joined
 and drawn as a band. A run that went on from a checkpoint in another exp_* is one run. A run that still goes on is shown
 as far as it is; `nemo_rl watch` follows it."""
-DEFAULT_SAMPLES = 256
-DEFAULT_SAMPLES_OF_ALL = 1024
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,8 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--samples",
         type=int,
-        help="samples of each run that are in the file with conversation and tokens (default: "
-        f"{DEFAULT_SAMPLES}, and {DEFAULT_SAMPLES_OF_ALL} of all runs together)",
+        help="samples of each run that are in the file with conversation and tokens (default: 256, and 1024 of all runs "
+        "together)",
     )
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import nemo_rl
-from nemo_rl.commands.report.command import DEFAULT_SAMPLES, DEFAULT_SAMPLES_OF_ALL
 from nemo_rl.commands.report.run_files import find_runs
 from nemo_rl.commands.report.run_view import RunView
 from nemo_rl.files.writing import write_atomically
@@ -68,6 +67,8 @@ def _asset(name: str) -> str:
 logger = logging.getLogger(__name__)
 
 FILE = "report.html"
+_SAMPLES, _SAMPLES_OF_ALL = 256, 1024
+"""Default numbers of samples with conversation and tokens, of a run and of all runs together."""
 _MOST_LISTED = 10_000
 """Largest number of samples of a run in the list of the file; they take about 2 MB."""
 _MOST_LISTED_OF_ALL = 40_000
@@ -91,7 +92,7 @@ def write_report(folders: Sequence[Path], output: Path | None, num_samples: int 
     found = {run.folder: run for folder in folders for run in find_runs(folder)}
     listed = min(_MOST_LISTED, _MOST_LISTED_OF_ALL // len(found))
     if num_samples is None:
-        num_samples = min(DEFAULT_SAMPLES, DEFAULT_SAMPLES_OF_ALL // len(found))
+        num_samples = min(_SAMPLES, _SAMPLES_OF_ALL // len(found))
     runs = []
     for run in found.values():
         view = RunView(run)

@@ -132,6 +132,8 @@ def test_all_runs_of_a_folder_and_of_folders_are_found(tmp_path: Path) -> None:
     assert names == [f"{name}/exp_{number:03d}" for name in ("a", "b") for number in (1, 2, 10)]
     assert [run.name for run in find_runs(tmp_path / "a/exp_002")] == ["a/exp_002"]
     assert find_run(tmp_path / "b").name == "b/exp_010"
+    write_run(tmp_path / "c/deep", 1)
+    assert [run.name for run in find_runs(tmp_path)] == [*names, "deep/exp_001"]
 
 
 def test_a_failure_names_worker_phase_and_the_line_of_the_user(tmp_path: Path) -> None:
