@@ -28,8 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--samples",
         type=int,
-        help="samples of each run that are in the file with conversation and tokens (default: 256, and 1024 of all runs "
-        "together)",
+        help="samples of each run that are in the file with conversation and tokens (default: 256, and 1024 of "
+        "all runs together)",
     )
 
 
