@@ -83,7 +83,7 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
 from nemo_rl.environments.workers.start import Environment
 from nemo_rl.experience.idle_shares import IdleShares
 from nemo_rl.experience.trajectory import Trajectory
-from nemo_rl.experience.trajectory_log import TrajectoryLog
+from nemo_rl.experience.trajectory_log import ShownAnswers, TrajectoryLog
 from nemo_rl.losses.loss_function import LossFunction
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.factory import check_engine_model, engine_settings, make_engines, sampling_params
@@ -368,7 +368,8 @@ class RunParts:
         refitter = make_refitter(config.policy, config.cluster, policy, engines, memory)
         refitter.before_update.append(runner.wait_for_groups)
         prompts.attach("weights", StoredVersion(policy))
-        eos, log = recipe.tokenizer.eos_token_id, TrajectoryLog(log_dir, config.logger.save_trajectories)
+        shown = ShownAnswers(config.logger.num_answers_on_terminal, config.logger.answers_on_terminal_period)
+        eos, log = recipe.tokenizer.eos_token_id, TrajectoryLog(log_dir, config.logger.save_trajectories, shown)
         fresh = FreshRollouts(
             prompts,
             runner,

@@ -1,4 +1,4 @@
-"""Write conversations and rewards to JSONL files.
+"""Write conversations and rewards to JSONL files, and show a few of them on a terminal.
 
 `train_data_step<N>.jsonl` has one line per sample with texts, tokens, log-probabilities and advantages;
 `val_data_step<N>.jsonl` one per validation sample. A sample with branches has a line for each conversation, with its
@@ -7,7 +7,10 @@ resumed run overwrites the files of a killed one; a full disk does not end the r
 """
 
 import json
+import logging
+import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +20,43 @@ from nemo_rl.experience.rows import rows_of
 from nemo_rl.experience.runners.stored import messages_of
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.files.writing import OptionalOutput, write_atomically
+from nemo_rl.host.terminal import is_terminal
 from nemo_rl.models.batch_rows import BatchRows
 
+logger = logging.getLogger(__name__)
+
+_SHOWN_TURNS, _SHOWN_CHARS = 2, 60
 _DECIMALS = 6
 _ROWS_AT_ONCE = 256
 _PER_TOKEN = ("generation_logprobs", "prev_logprobs", "advantages", "reference_policy_logprobs", "values", "returns")
+
+
+@dataclass(frozen=True)
+class ShownAnswers:
+    """Answers of some steps for a person who watches the run."""
+
+    number: int
+    """Answers of a step, half of them with the highest and half with the lowest rewards."""
+    period: int
+    """Steps from one showing to the next; the first step is shown too."""
+
+    def show(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        """Log a line for each answer if it is the step's turn and standard error is a terminal."""
+        if (step - 1) % self.period or not is_terminal(sys.stderr):
+            return
+        graded = [(each.reward, each) for each in trajectories if each.reward is not None]
+        graded.sort(key=lambda pair: pair[0], reverse=True)
+        worst = min(self.number, len(graded)) // 2
+        best = min(self.number, len(graded)) - worst
+        for reward, trajectory in graded[:best] + graded[len(graded) - worst :]:
+            logger.info("  reward %.3g: %s", reward, _in_one_line(trajectory))
+
+
+def _in_one_line(trajectory: Trajectory) -> str:
+    """Return the ends of the last prompt and of the last answer."""
+    turns = [turn for turn in messages_of(trajectory) if str(turn.get("content"))][-_SHOWN_TURNS:]
+    texts = [" ".join(str(turn["content"]).split()) for turn in turns]
+    return "  ->  ".join(text if len(text) <= _SHOWN_CHARS else "..." + text[-_SHOWN_CHARS:] for text in texts)
 
 
 class TrajectoryLog:
@@ -30,15 +65,19 @@ class TrajectoryLog:
     Args:
         folder: the run's log folder.
         enabled: `logger.save_trajectories`.
+        shown: answers to show on a terminal; None shows none.
     """
 
-    def __init__(self, folder: Path, enabled: bool):
+    def __init__(self, folder: Path, enabled: bool, shown: ShownAnswers | None = None):
+        self._shown = shown
         self._folder = folder
         self._enabled = enabled
         self._output = OptionalOutput(f"Conversations in {folder}")
 
     def write_training(self, step: int, trajectories: Sequence[Trajectory], batch: BatchedDataDict[Any]) -> None:
         """Write a training step's samples, whose rows are in `batch` (`rows.rows_of`)."""
+        if self._shown is not None:
+            self._shown.show(step, trajectories)
         if not self._enabled:
             return
         self._write(f"train_data_step{step}.jsonl", _lines(rows_of(trajectories), batch))

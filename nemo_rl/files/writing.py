@@ -46,7 +46,7 @@ class OptionalOutput:
             yield
         except self._failures as error:
             if not self._has_warned:
+                self._has_warned = True  # before the warning, which the log of a run writes to its own output
                 logger.warning(
                     "%s cannot be written: %s. Training continues; this output is incomplete.", self._name, error
                 )
-            self._has_warned = True

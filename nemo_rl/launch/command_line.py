@@ -7,6 +7,7 @@ status is 75 (EX_TEMPFAIL) if the same command resumes from what was saved, else
 
 import argparse
 import importlib
+import logging
 import os
 import sys
 import threading
@@ -17,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
+import nemo_rl
 from nemo_rl.config import RunConfig, load_config
 from nemo_rl.environments.user_errors import report
 from nemo_rl.host.stop_signals import in_notebook, leave_at_once
@@ -25,6 +27,8 @@ from nemo_rl.optimizations.fork_server import start_fork_server
 from nemo_rl.optimizations.switch import is_on
 from nemo_rl.utils.errors import ConfigError, NemoRLError
 from nemo_rl.utils.logging_setup import configure_logging
+
+logger = logging.getLogger(__name__)
 
 TROUBLESHOOTING = "docs/start/troubleshooting.md"
 """Page that is named below the error that ends a run; messages about a user's mistake already say what to do."""
@@ -59,6 +63,7 @@ def launch[ConfigT: RunConfig](
 
     def work() -> int:
         look_in_the_current_folder()
+        logger.info("nemo_rl %s: reading the configuration %s", nemo_rl.__version__, known.config)
         config = load_config(known.config, overrides, schema=schema)
         if known.dry_run:
             # The core does not import commands, and a refused configuration does not wait for torch.
@@ -81,6 +86,7 @@ def prepare(config: RunConfig, without: Collection[str] = ()) -> None:
     # torchdata calls the deprecated function when a loader is imported; users cannot change that.
     warnings.filterwarnings("ignore", message=".*set_vital.*")
     make_checks(config, Moment.FIRST)
+    logger.info("Loading the libraries, the data and the model %s.", config.policy.model_name)
     is_program = threading.current_thread() is threading.main_thread() and not in_notebook()
     if is_program and not config.cluster.uses_gpu and is_on("fork_server", config.cluster.optimizations):
         start_fork_server(partial(_engine_libraries, config))

@@ -1,4 +1,6 @@
-"""Set up console logging of a driver process, with the level `NRL_LOG_LEVEL` for nemo_rl's records.
+"""Set up logging of a driver process on the console and in a file, with the level `NRL_LOG_LEVEL` for its own records.
+
+A record with `extra={"details": text}` has a text that only the file of the run gets, such as a table.
 
 The main program calls it once. Invariant: records appear above a live progress bar, because the handler looks up
 `sys.stderr` for each record.
@@ -9,8 +11,12 @@ import os
 import re
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TextIO
 
+from nemo_rl.files.writing import OptionalOutput
 from nemo_rl.utils.errors import ConfigError
 
 LOG_LEVEL_VARIABLE = "NRL_LOG_LEVEL"
@@ -20,6 +26,9 @@ _INDENT = 11
 """Indent of continued lines: width of time and level."""
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 """Colours and cursor movements in the messages of Ray and other libraries."""
+_FORMAT = "%(asctime)s %(levelname).1s %(message)s"
+RUN_LOG_FILE = "run.log"
+"""File of a run's folder with the lines of the console, and with details that the console lacks."""
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
@@ -38,6 +47,41 @@ class _StderrHandler(logging.Handler):
             self.stream.flush()
         except (OSError, ValueError):
             self.handleError(record)
+
+
+class _RunLog(logging.FileHandler):
+    """Writes to the file of a run, whose failures cause one warning."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8", delay=True)
+        self._output = OptionalOutput(str(path))
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return a record with its details."""
+        text = _ESCAPES.sub("", super().format(record))
+        details = getattr(record, "details", None)
+        return text if details is None else f"{text}\n{details}"
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record."""
+        with self._output.attempt():
+            if self.stream is None:
+                self.stream = self._open()
+            self.stream.write(self.format(record) + self.terminator)
+            self.stream.flush()
+
+
+@contextmanager
+def log_to(folder: Path) -> Iterator[None]:
+    """Write nemo_rl's records, with their details, to `run.log` in the folder of a run, in addition to the console."""
+    library, handler = logging.getLogger("nemo_rl"), _RunLog(folder / RUN_LOG_FILE)
+    handler.setFormatter(logging.Formatter(_FORMAT, "%Y-%m-%d %H:%M:%S"))
+    library.addHandler(handler)
+    try:
+        yield
+    finally:
+        library.removeHandler(handler)
+        handler.close()
 
 
 def _open_outputs() -> None:
@@ -91,7 +135,7 @@ def configure_logging() -> None:
     logging.basicConfig(
         level=logging.WARNING,
         handlers=[handler],
-        format="%(asctime)s %(levelname).1s %(message)s",
+        format=_FORMAT,
         datefmt="%H:%M:%S",
     )
     logging.getLogger("nemo_rl").setLevel(level)

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.fast
 OPTIONAL = ("sandbox", "kits", "agents", "commands")
 """Packages above the core."""
 
-LINES = {"core": 88_200, "all": 111_400}
-FILES = {"core": 507, "all": 658}
+LINES = {"core": 88_500, "all": 112_100}
+FILES = {"core": 507, "all": 659}
 FOLDERS = 86
 SHORT_FILES = 47
 """Files under 60 lines, without `__init__.py`."""

@@ -96,6 +96,12 @@ class InTurn:
         """See `Validation.cancel`. Here nothing is running."""
 
 
+_FIRST_SHOWN = ("accuracy", "val_loss", "loss", "preference_loss")
+_SHOWN_IF_ANY = ("num_reward_errors", "truncation_rate")
+_ROOM = 112
+"""Characters of a console line that remain for the metrics of a validation."""
+
+
 @dataclass
 class Validations:
     """The validations of a session."""
@@ -136,8 +142,11 @@ class Validations:
             self.metrics.log_metrics(group, result.step, prefix=prefix)
         seconds = {"total_validation_time": result.seconds, "exposed_validation_time": result.waited_s}
         self.metrics.log_metrics(seconds, result.step, prefix="timing/validation")
-        shown = "  ".join(f"{name}={value:.4g}" for name, value in result.metrics.items())
-        logger.info("validation after step %d: %s (%.1f s)", result.step, shown, result.seconds)
+        every = "  ".join(f"{name}={value:.4g}" for name, value in result.metrics.items())
+        shown = in_one_line(result.metrics)
+        logger.info(
+            "validation after step %d: %s (%.1f s)", result.step, shown, result.seconds, extra={"details": every}
+        )
         self._check_ranking_metric(result.saved)
         return result
 
@@ -175,3 +184,21 @@ class Validations:
         if metrics[metric] < threshold:
             return None
         return f"validation {metric}={metrics[metric]:.4g} reached {threshold:g}"
+
+
+def in_one_line(metrics: Mapping[str, float]) -> str:
+    """Format the metrics of a validation for one line of the console.
+
+    Those of the whole come before those of single environments, which are left out if they repeat them. Errors are left
+    out if there are none, and " ..." stands for all that has no room.
+    """
+    names = sorted(metrics, key=lambda name: (name not in _FIRST_SHOWN, "/" in name))
+    shown: list[str] = []
+    for name in names:
+        whole = name.rpartition("/")[2]
+        if (whole != name and metrics.get(whole) == metrics[name]) or (name in _SHOWN_IF_ANY and not metrics[name]):
+            continue
+        shown.append(f"{name}={metrics[name]:.4g}")
+        if len("  ".join(shown)) > _ROOM:
+            return "  ".join([*shown[:-1], "..."])
+    return "  ".join(shown)

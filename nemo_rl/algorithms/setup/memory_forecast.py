@@ -76,8 +76,10 @@ def log_memory(
         if plan is None:
             told.append(f"{name}: its backend does not predict memory")
             continue
-        logger.info("%s", plan.table(f"Predicted memory of {name} ({num_ranks} ranks)"))
-        told.append(f"{name}: {plan.peak / 2**30:.3g} GiB at most on each of {num_ranks} ranks")
+        ranks = "its rank" if num_ranks == 1 else f"each of {num_ranks} ranks"
+        told.append(f"{name}: {plan.peak / 2**30:.3g} GiB at most on {ranks}")
+        table = plan.table(f"Predicted memory of {name}")
+        logger.info("Predicted memory of %s", f"{told[-1]}, in {plan.peak_moment!r}.", extra={"details": table})
         _compare_memory(name, section, plan, available)
     return "; ".join(told)
 

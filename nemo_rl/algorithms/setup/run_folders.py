@@ -23,6 +23,7 @@ from nemo_rl.models.training.backends import training_backend
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.errors import CheckpointError
 from nemo_rl.utils.logger import get_next_experiment_dir
+from nemo_rl.utils.logging_setup import log_to
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ def open_folders(
         check_space(config.checkpointing, models, checkpoints, resume_path)
     log_dir = Path(get_next_experiment_dir(config.logger.log_dir))
     save_resolved(config, log_dir / "config.yaml")
+    resources.enter_context(log_to(log_dir))
     logger.info("Logs of this run: %s", log_dir)
     return RunFolders(log_dir, checkpoints, resume_path, record_run(log_dir, config, resources), position)
 

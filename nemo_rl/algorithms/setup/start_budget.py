@@ -7,6 +7,7 @@ same time, and each line names the slowest worker, for which the others wait.
 """
 
 import logging
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,11 @@ PREFIX = "timing/start"
 """Prefix of the logged metrics."""
 _BEFORE = "before setup"
 _REST = "the rest"
+_MOST_SHOWN = 3
+"""Phases on the console."""
+_WORTH_SHOWING_S = 0.1
+_FIRST_WAIT_S, _LATER_WAITS_S = 3.0, 15.0
+"""Seconds after which the console says that a phase goes on."""
 
 
 class StartBudget:
@@ -37,11 +43,14 @@ class StartBudget:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure one of the phases, which follow each other."""
+        """Measure one of the phases, which follow each other, and log a line if it takes more than a few seconds."""
         began = time.perf_counter()
+        waiting = _Waiting(name)
+        waiting.start()
         try:
             yield
         finally:
+            waiting.ended.set()
             self._phases[name] = self._phases.get(name, 0.0) + time.perf_counter() - began
 
     def add_workers(self, name: str, phases: Sequence[WorkerPhase]) -> None:
@@ -54,7 +63,7 @@ class StartBudget:
         self._workers += [(f"{name}: {phase.name}", phase) for phase in phases]
 
     def log(self, metrics: Logger) -> None:
-        """Log the table, and its seconds as metrics `timing/start/<phase>` of step 0, at the end of the start."""
+        """Log how long it took, with a table in the run's log file, and metrics `timing/start/<phase>` of step 0."""
         total = time.perf_counter() - self._started_at
         phases = self._phases | {_REST: max(total - sum(self._phases.values()), 0.0)}
         lines = [_line(name, seconds, total) for name, seconds in phases.items()]
@@ -62,14 +71,34 @@ class StartBudget:
         for name, phase in self._workers:
             slowest = f"  {phase.worker} on {phase.node}, median {phase.median:.1f}"
             lines.append(_line(f"  {name}", phase.seconds, total) + slowest * (phase.seconds > phase.median))
+        longest = sorted(phases.items(), key=lambda phase: -phase[1])[:_MOST_SHOWN]
+        shown = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in longest if seconds >= _WORTH_SHOWING_S)
         logger.info(
-            "The start took %.1f s; of the workers the slowest are named, which the others wait for:\n%s",
+            "The start took %.1f s%s",
             total,
-            "\n".join(lines),
+            f": {shown}." if shown else ".",
+            extra={"details": "\n".join(["Of the workers the slowest are named, which the others wait for:", *lines])},
         )
         workers = {name: phase.seconds for name, phase in self._workers}
         named = {f"{name.replace(': ', '/').replace(' ', '_')}": s for name, s in (phases | workers).items()}
         metrics.log_metrics(named | {"total": total}, 0, prefix=PREFIX)
+
+
+class _Waiting(threading.Thread):
+    """Logs that a phase of the start still goes on."""
+
+    def __init__(self, phase: str) -> None:
+        super().__init__(name="start-budget", daemon=True)
+        self.ended = threading.Event()
+        self._phase = phase
+
+    def run(self) -> None:
+        """Log a line after a few seconds, and others later."""
+        began = time.perf_counter()
+        wait_s = _FIRST_WAIT_S
+        while not self.ended.wait(wait_s):
+            logger.info("Starting: %s, %.0f s so far.", self._phase, time.perf_counter() - began)
+            wait_s = _LATER_WAITS_S
 
 
 def _line(name: str, seconds: float, total: float) -> str:

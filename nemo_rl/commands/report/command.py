@@ -10,20 +10,26 @@ NAME = "report"
 SUMMARY = "write one HTML file that shows what runs did"
 DESCRIPTION = """Write one HTML file that shows runs: how they ended, findings, curves, times, samples, settings.
 
-The file needs no network and no other file. Several runs are compared; those that differ in their seed only can be
-drawn as a band. A run that still goes on is shown as far as it is; `nemo_rl watch` follows it."""
-DEFAULT_SAMPLES = 256
+The file needs no network and no other file. Several runs are compared; those that differ in their seed only are joined
+and drawn as a band. A run that went on from a checkpoint in another exp_* is one run. A run that still goes on is shown
+as far as it is; `nemo_rl watch` follows it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options to a parser."""
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="log folder of a run (its newest exp_*)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="HTML file (default: report.html in the first run)")
+    parser.add_argument(
+        "runs",
+        type=Path,
+        nargs="+",
+        metavar="FOLDER",
+        help="log folder of runs (all its exp_*), one exp_*, or a folder of log folders",
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="HTML file (default: report.html in FOLDER)")
     parser.add_argument(
         "--samples",
         type=int,
-        default=DEFAULT_SAMPLES,
-        help=f"samples of each run that are in the file with conversation and tokens (default: {DEFAULT_SAMPLES})",
+        help="samples of each run that are in the file with conversation and tokens (default: 256, and 1024 of "
+        "all runs together)",
     )
 
 

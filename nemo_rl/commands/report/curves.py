@@ -1,15 +1,14 @@
 """Read the metrics of a run into curves, also while the run writes them."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any
 
-from nemo_rl.commands.report.run_files import RunFiles, finite
+from nemo_rl.commands.report.run_files import TRAINING, RunFiles, finite
 
 _LARGEST = 2**53
 """Steps above are not exact in a browser."""
-_TRAINING = "train"
-"""Prefix of the first line of each training step."""
 _OF_SECONDS = "ray/"
 """Beginning of the names of curves whose steps are seconds."""
 
@@ -23,7 +22,8 @@ class Curve:
     values: list[float | None] = field(default_factory=list)
     """One value for each step; None if it is not finite."""
     times: list[float | None] = field(default_factory=list)
-    """Time at which each value was logged, in seconds since 1970; None if the file has no times."""
+    """Time at which each value was logged, in seconds since 1970 without pauses of the run; None if the file has no
+    times."""
 
     def add(self, step: int, value: float | None, time: float | None) -> None:
         """Add the value of a step, replacing the same step and all later ones if a restart repeats it."""
@@ -58,25 +58,41 @@ class Curves:
     """The curves that were read so far."""
     trained_at: float | None = None
     """Seconds since 1970 of the last training step; None without one, or if the file has no times."""
-    _read_to: int = 0
+    _read_to: dict[Path, int] = field(default_factory=dict)
+    """Place in the file of metrics up to which it is read, by folder."""
+    _gaps_s: float = 0.0
+    """Seconds between the parts of a run that went on later; times are shown without them."""
+    _seconds_before: int = 0
+    """Last second of the curves over seconds before the part of the run that is read now."""
     _last_trained: int = 0
     _repeated: set[str] = field(default_factory=set)
     """Curves that went back by themselves since the last training step."""
 
     def read(self) -> bool:
         """Read the lines that are new since the last call, and return whether there were any."""
-        start = self._read_to
-        for row, end in self.run.metric_rows(self._read_to):
-            self._read_to = end
-            prefix, step, time = str(row.get("prefix", "")), row.get("step"), finite(row.get("time"))
-            if not isinstance(step, int) or abs(step) > _LARGEST:
-                continue
-            if prefix == _TRAINING:
-                self._train(step, time)
-            for name, value in row["metrics"].items():
-                if value is None or isinstance(value, (int, float)):
-                    self._add(f"{prefix}/{name}" if prefix else name, step, value, time)
-        return self._read_to > start
+        has_read = False
+        for part in self.run.parts:
+            for row, end in part.metric_rows(self._read_to.get(part.folder, 0)):
+                prefix, step, time = str(row.get("prefix", "")), row.get("step"), finite(row.get("time"))
+                if part.folder not in self._read_to and self._read_to:
+                    self._begin(part, time)
+                self._read_to[part.folder], has_read = end, True
+                if not isinstance(step, int) or abs(step) > _LARGEST:
+                    continue
+                if prefix == TRAINING:
+                    self._train(step, time)
+                for name, value in row["metrics"].items():
+                    if value is None or isinstance(value, (int, float)):
+                        self._add(f"{prefix}/{name}" if prefix else name, step, value, time)
+        return has_read
+
+    def _begin(self, part: RunFiles, time: float | None) -> None:
+        """Start with the lines of a part that goes on from an earlier one."""
+        started, last = finite(part.record().get("started")) or time, self.last_time
+        if started is not None and last is not None:
+            self._gaps_s = max(started - last, 0.0)
+        seconds = (curve.steps[-1] for name, curve in self.by_name.items() if name.startswith(_OF_SECONDS))
+        self._seconds_before = max(seconds, default=0)
 
     def _train(self, step: int, time: float | None) -> None:
         """Remove what a run has taken back that goes on from an earlier checkpoint."""
@@ -90,9 +106,11 @@ class Curves:
 
     def _add(self, name: str, step: int, value: float | None, time: float | None) -> None:
         curve = self.by_name.setdefault(name, Curve())
+        if name.startswith(_OF_SECONDS):
+            step += self._seconds_before
         if not curve.steps or curve.steps[-1] >= step:
             self._repeated.add(name)
-        curve.add(step, value, time)
+        curve.add(step, value, None if time is None else time - self._gaps_s)
 
     def get(self, name: str) -> Curve:
         """Return a curve, which is empty if the metric does not exist."""

@@ -16,12 +16,23 @@ from pathlib import Path
 from typing import Any
 
 import nemo_rl
-from nemo_rl.commands.report.run_files import find_run
+from nemo_rl.commands.report.run_files import find_runs
 from nemo_rl.commands.report.run_view import RunView
 from nemo_rl.files.writing import write_atomically
 from nemo_rl.utils.errors import ConfigError
 
-_SCRIPTS = ("uPlot.iife.min.js", "elements.js", "charts.js", "samples.js", "rollouts.js", "page.js")
+_SCRIPTS = (
+    "uPlot.iife.min.js",
+    "elements.js",
+    "lines.js",
+    "charts.js",
+    "runs.js",
+    "samples.js",
+    "tokens.js",
+    "rollouts.js",
+    "curves.js",
+    "page.js",
+)
 _STYLES = ("uPlot.min.css", "page.css")
 
 
@@ -56,31 +67,38 @@ def _asset(name: str) -> str:
 logger = logging.getLogger(__name__)
 
 FILE = "report.html"
+_SAMPLES, _SAMPLES_OF_ALL = 256, 1024
+"""Default numbers of samples with conversation and tokens, of a run and of all runs together."""
 _MOST_LISTED = 10_000
 """Largest number of samples of a run in the list of the file; they take about 2 MB."""
+_MOST_LISTED_OF_ALL = 40_000
+"""Largest number of samples of all runs together in the lists."""
 
 
-def write_report(folders: Sequence[Path], output: Path | None, num_samples: int) -> Path:
+def write_report(folders: Sequence[Path], output: Path | None, num_samples: int | None) -> Path:
     """Write the report of runs and return its path.
 
     Args:
-        folders: log folders of the runs.
-        output: the file; None: `report.html` in the folder of the first run.
-        num_samples: number of samples of each run with conversation and tokens.
+        folders: log folders of the runs, as for `find_runs`.
+        output: the file; None: `report.html` in the first folder.
+        num_samples: number of samples of each run with conversation and tokens; None: as the command has it.
 
     Raises:
         DataError: a folder has no run.
         ConfigError: the file cannot be written, or the number is negative.
     """
-    if num_samples < 0:
+    if num_samples is not None and num_samples < 0:
         raise ConfigError(f"--samples={num_samples} must not be negative.")
-    found = [find_run(folder) for folder in folders]
-    views = [RunView(run) for run in found]
+    found = {run.folder: run for folder in folders for run in find_runs(folder)}
+    listed = min(_MOST_LISTED, _MOST_LISTED_OF_ALL // len(found))
+    if num_samples is None:
+        num_samples = min(_SAMPLES, _SAMPLES_OF_ALL // len(found))
     runs = []
-    for view in views:
+    for run in found.values():
+        view = RunView(run)
         view.read()
-        runs.append(view.as_json() | {"samples": view.samples_as_json(_MOST_LISTED, num_samples)})
-    path = output or found[0].folder / FILE
+        runs.append(view.as_json() | {"samples": view.samples_as_json(listed, num_samples)})
+    path = output or folders[0] / FILE
     page = make_page({"runs": runs, "live": False, "version": nemo_rl.__version__, "written": time.time()})
     try:
         write_atomically(path, page)

@@ -6,8 +6,8 @@ Invariant: files are only read. If a file is missing or damaged, only its part o
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from nemo_rl.utils.errors import DataError
 from nemo_rl.utils.log_backends.jsonl import METRICS_FILE
 
 CONFIG_FILE = "config.yaml"
+TRAINING = "train"
+"""Prefix of the first line of each training step in the metrics."""
 _STEPS = ("max_num_steps", "max_num_epochs")
 _NOT_ALGORITHMS = (
     "policy",
@@ -42,6 +44,13 @@ class RunFiles:
 
     folder: Path
     """Its log folder, `exp_NNN`."""
+    earlier: tuple["RunFiles", ...] = ()
+    """The runs whose checkpoints it went on from, the first one first; they have no earlier ones themselves."""
+
+    @property
+    def parts(self) -> tuple["RunFiles", ...]:
+        """All folders of the run, each as a run of its own, in the order in which they were written."""
+        return (*self.earlier, replace(self, earlier=()))
 
     @property
     def name(self) -> str:
@@ -74,6 +83,25 @@ class RunFiles:
         value = _section(self.config, self.algorithm).get("max_num_steps")
         return value if isinstance(value, int) and value > 0 else None
 
+    @property
+    def checkpoint_folder(self) -> str | None:
+        """The folder of its checkpoints as the configuration has it, or None if it saves none."""
+        section = _section(self.config, "checkpointing")
+        folder = section.get("checkpoint_dir") if section.get("enabled") else None
+        return folder if isinstance(folder, str) else None
+
+    def first_step(self) -> int | None:
+        """Return the first training step that it has logged, or None if there is none."""
+        steps = (row.get("step") for row, _ in self.metric_rows() if row.get("prefix") == TRAINING)
+        return next((step for step in steps if isinstance(step, int)), None)
+
+    def continues(self, other: "RunFiles") -> bool:
+        """Return whether it went on from a checkpoint of another run, which was started before it."""
+        if self.checkpoint_folder is None or self.checkpoint_folder != other.checkpoint_folder:
+            return False
+        first = self.first_step()
+        return other.record().get("status") != "finished" if first is None else first > 1
+
     def record(self) -> dict[str, Any]:
         """Return `run.json`, with the status "killed" if the process of a running run no longer exists."""
         try:
@@ -104,20 +132,49 @@ class RunFiles:
 
 
 def find_run(path: Path) -> RunFiles:
-    """Return the run of a log folder: `exp_NNN` itself, or the newest one in the folder of all runs.
+    """Return the run of a log folder: that of `exp_NNN` itself, or the newest one in the folder of all runs.
 
     Raises:
         DataError: there is none.
     """
-    if (path / METRICS_FILE).is_file():
-        return RunFiles(path.resolve())
-    runs = sorted(path.glob(f"exp_*/{METRICS_FILE}"), key=lambda file: (len(file.parent.name), file.parent.name))
-    if not runs:
-        raise DataError(
-            f"{path} is no log folder of a run: neither it nor an exp_* in it has {METRICS_FILE}. Give the "
-            "logger.log_dir of a run, or one of its exp_*."
-        )
-    return RunFiles(runs[-1].parent.resolve())
+    return find_runs(path)[-1]
+
+
+def find_runs(path: Path) -> list[RunFiles]:
+    """Return all runs of a folder, the first one first: an `exp_NNN`, their folder, or a folder of such folders.
+
+    An `exp_NNN` that went on from a checkpoint of an earlier one is one run with it.
+
+    Raises:
+        DataError: there is none.
+    """
+    if _is_run(path):
+        return [RunFiles(path.resolve())]
+    for patterns in (("exp_*",), ("*/exp_*", "*/*/exp_*")):
+        folders = [folder for pattern in patterns for folder in path.glob(pattern) if _is_run(folder)]
+        if folders:
+            order = sorted(folders, key=lambda folder: (str(folder.parent), len(folder.name), folder.name))
+            return _chained([RunFiles(folder.resolve()) for folder in order])
+    raise DataError(
+        f"{path} is no log folder of a run: neither it nor an exp_* in it has {METRICS_FILE}. Give the logger.log_dir "
+        "of a run, one of its exp_*, or a folder with the log folders of several runs."
+    )
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (METRICS_FILE, RECORD_FILE))
+
+
+def _chained(runs: Sequence[RunFiles]) -> list[RunFiles]:
+    """Join each run that went on from a checkpoint to the one that wrote it."""
+    chains = list[RunFiles]()
+    for run in runs:
+        before = [chain for chain in chains if chain.folder.parent == run.folder.parent and run.continues(chain)]
+        if before:
+            chains.remove(before[-1])
+            run = replace(run, earlier=before[-1].parts)
+        chains.append(run)
+    return chains
 
 
 def read_json(line: bytes | str) -> Any:

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from nemo_rl.commands.report.curves import Curves, phases_of
 from nemo_rl.commands.report.findings import find
 from nemo_rl.commands.report.run_files import RunFiles
+from nemo_rl.commands.report.run_state import state_of
 from nemo_rl.commands.report.samples import COLUMNS, READ_ERRORS, SampleIndex
 from nemo_rl.host.boundary import Boundary
 
@@ -47,7 +48,10 @@ class TokenTexts:
     def _decode(self, token: int) -> str:
         if self._tokenizer is None or token >= _LARGEST:
             return f"[{token}]"
-        text: str = self._tokenizer.decode([token], skip_special_tokens=False)
+        alone: str = self._tokenizer.decode([token], skip_special_tokens=False)
+        twice: str = self._tokenizer.decode([token, token], skip_special_tokens=False)
+        # SentencePiece removes the space before the first word, and WordPiece adds one between words.
+        text = twice.removeprefix(alone) if twice.startswith(alone) else alone
         return text or str(self._tokenizer.id_to_token(token) or f"[{token}]")
 
 
@@ -161,11 +165,8 @@ class RunView:
                 yield str(number), self.detail(number)
 
     def _status(self) -> dict[str, Any]:
-        record, last, most = self.run.record(), self.curves.last_step, self.run.max_steps
-        status = {name: record.get(name) for name in ("status", "started", "ended", "error", "host", "version")}
-        command = record.get("command")
-        words = [str(word) for word in command] if isinstance(command, list) else []
-        return status | {"step": last, "max_steps": most, "command": words, "last_time": self.curves.last_time}
+        reached = {"step": self.curves.last_step, "last_time": self.curves.last_time}
+        return state_of(self.run) | reached | {"max_steps": self.run.max_steps}
 
     def _facts(self) -> dict[str, Any]:
         config = self.run.flat_config

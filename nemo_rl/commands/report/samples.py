@@ -316,7 +316,7 @@ class SampleIndex:
             most: largest number of files to read; None: all.
         """
         num_read, error, self.has_more = 0, None, False
-        for step, phase, path in sample_files(self.run.folder):
+        for step, phase, path in self._files():
             if path in self._read and self._read[path].state == _state(path):
                 continue
             if num_read == most:
@@ -332,6 +332,24 @@ class SampleIndex:
             logger.warning("%s", error)
         self.error = error
         return num_read > 0
+
+    def _files(self) -> list[tuple[int, str, Path]]:
+        """Return the files to read, without those of steps that the run repeated when it went on in a later folder."""
+        files: dict[tuple[int, str], Path] = {}
+        for part in self.run.parts:
+            first = part.first_step() if files else None
+            repeated = [key for key in files if first is not None and key[0] >= first]
+            written = sample_files(part.folder)
+            for key in {*repeated, *(key[:2] for key in written)} & files.keys():
+                self._forget(files.pop(key))
+            files |= {(step, phase): path for step, phase, path in written}
+        return sorted((step, phase, path) for (step, phase), path in files.items())
+
+    def _forget(self, path: Path) -> None:
+        if self._read.pop(path, None) is not None:
+            with self._table:
+                self._table.execute("DELETE FROM samples WHERE file = ?", (str(path),))
+            self._known.clear()
 
     def _read_file(self, path: Path, phase: str, step: int) -> _Read:
         rows: list[list[Any]] = []

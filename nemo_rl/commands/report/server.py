@@ -7,6 +7,7 @@ Invariants: files of the run are only read. The answer to a request without the 
 
 import asyncio
 import contextlib
+import errno
 import logging
 import secrets
 import socket
@@ -37,6 +38,8 @@ _LARGEST_SHARE = 0.05
 _FILES_AT_ONCE = 4
 """Files of samples that are read at a time; requests are answered in between."""
 _MOST_DIGITS = 12
+_MOST_PORTS = 20
+"""Ports that are tried."""
 _WAIT_S = 2.0
 """Seconds after which a request for news is answered even if there are none."""
 _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
@@ -163,23 +166,32 @@ def serve(run: RunFiles, host: str, port: int) -> None:
 
     Args:
         host: address to listen on.
-        port: port; 0 takes a free one.
+        port: port, or the first one after it that is free; 0 takes any.
 
     Raises:
         ConfigError: the address cannot be used.
     """
-    try:
-        listener = socket.create_server((host, port))
-    except (OSError, OverflowError) as error:
-        raise ConfigError(
-            f"Cannot listen on {host}:{port}: {error}. Choose another --port; 0 takes a free one."
-        ) from error
+    listening = listener(host, port)
     server = RunServer(run)
-    address = f"http://{host}:{listener.getsockname()[1]}/{server.key}/"
+    address = f"http://{host}:{listening.getsockname()[1]}/{server.key}/"
     logger.info("%s is shown at %s (end with Ctrl-C)", run.name, address)
     serving = server.guard.server(server.application(), timeout_graceful_shutdown=3)
     with contextlib.suppress(KeyboardInterrupt):
-        serving.run(sockets=[listener])
+        serving.run(sockets=[listening])
+
+
+def listener(host: str, port: int) -> socket.socket:
+    """Listen on a port, or on one of the next ones if it is taken."""
+    last = port + _MOST_PORTS - 1
+    while True:
+        try:
+            return socket.create_server((host, port))
+        except (OSError, OverflowError) as error:
+            if not (isinstance(error, OSError) and error.errno == errno.EADDRINUSE and port < last):
+                raise ConfigError(
+                    f"Cannot listen on {host}:{port}: {error}. Choose another --port; 0 takes a free one."
+                ) from error
+        port += 1
 
 
 def _json(value: Any) -> Response:

@@ -20,7 +20,9 @@ _NICENESS = 10
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options to a parser."""
     parser.add_argument("folder", type=Path, metavar="RUN", help="log folder of a run (its newest exp_*)")
-    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"0: a free one (default: {DEFAULT_PORT})")
+    parser.add_argument(
+        "--port", type=int, default=DEFAULT_PORT, help=f"or the next free one; 0: any (default: {DEFAULT_PORT})"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
 
 

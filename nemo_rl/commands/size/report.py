@@ -140,12 +140,13 @@ def _of_engine(proposal: Proposal, engine: EngineChoice) -> Iterator[Reason]:
     group = next(plan for plan in proposal.forecast.groups.values() if "generation" in plan.moments)
     held = {kind: size / 2**30 for kind, size in group.moments["generation"].items()}
     waves = -(-engine.answers // min(engine.answers, engine.room))
+    rounds = f"{waves} rounds" if waves > 1 else "one round"
     yield Reason(
         "engines",
         f"{engine.engines} of {engine.tensor} x {engine.stages}",
-        f"weights take {held["engine's weights"]:.1f} GiB of a rank and leave a cache for {engine.room} answers of "
-        f"{length} tokens; an engine samples {engine.answers} in a step, {waves} at most one after the other, in about "
-        f"{engine.seconds:.3g} s",
+        f"an engine has {engine.answers} answers to sample in a step and room for {engine.room} of {length} tokens "
+        f"at a time, so it needs {rounds} of about {engine.seconds / waves:.3g} s; "
+        f"each of its GPUs holds {held["engine's weights"]:.1f} GiB of weights",
     )
     others = sum(size for kind, size in held.items() if kind == "weights" or kind.endswith("s weights"))
     shares = generation.colocated.enabled

@@ -213,9 +213,9 @@ def _refuse_unknown_environment(path: Sequence[str], tree: Any, override: Overri
         return
     known = ", ".join(shown(name) for name in environments) or "none"
     raise OverridesError(
-        f"cannot apply the override {override.input_line!r}: there is no environment {path[1]!r}. Environments in env: "
-        f"{known}. A dotted name is found if it is in env or the env_name of a data entry; write env_name "
-        "before its keys, and +key=value for a key that it does not have yet."
+        f"cannot apply the override {override.input_line!r}: there is no environment {shown(path[1])!r}. "
+        f"Environments in env: {known}. A dotted name is found if it is in env or the env_name of a data entry; write "
+        f"env_name before its keys, and for a key that is not there yet +{override.input_line}."
     )
 
 

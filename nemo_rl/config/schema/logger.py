@@ -9,7 +9,7 @@ from pydantic import Field
 
 from nemo_rl.config.base.availability import OnlyWith
 from nemo_rl.config.base.section import Section
-from nemo_rl.config.base.value_types import CountOrZero, Seconds
+from nemo_rl.config.base.value_types import Count, CountOrZero, Seconds
 
 RECORDS_FOLDER = "steps"
 """Folder of the records of `record_steps` in the log folder of a run."""
@@ -106,6 +106,10 @@ class LoggerConfig(Section):
     """Folder of all runs; a run makes exp_NNN below it."""
     num_val_samples_to_print: CountOrZero = 0
     """Validation conversations shown on the console."""
+    num_answers_on_terminal: CountOrZero = 2
+    """Sampled answers of a training step shown with their rewards, one line each, if the console is a terminal."""
+    answers_on_terminal_period: Count = 10
+    """Steps from one such showing to the next."""
     save_trajectories: bool = True
     """Write every rollout of a step to train_data_step<N>.jsonl."""
     record_steps: bool = False

@@ -221,7 +221,7 @@ class MixedPromptStream:
     def metrics(self, rewards: GroupRewards) -> dict[str, float]:
         """See `Prompts.metrics`.
 
-        For each data set: `share/<name>`, of the prompts of the step; `target_share/<name>`, of those to draw next;
+        For each data set: `share/<name>`, of the prompts of the step; `target_share/<name>`, by the rule before it;
         `epochs/<name>`, passes over its rows; `recent_accuracy/<name>`, the moving average before the step; and where
         the step has rewards of it, `accuracy/<name>` and `reward/<name>`, the share of solved samples and the mean.
         """

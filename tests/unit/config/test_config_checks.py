@@ -1,6 +1,7 @@
 """Each rule between keys, on real files; messages show the equation and the way out."""
 
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -451,7 +452,8 @@ def test_wrong_configs_are_refused_in_seconds_and_before_ray(write_yaml, tmp_pat
     )  # fmt: skip
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert run.returncode == 2
-    assert run.stderr.startswith("\n") and "Error: " in run.stderr and message in run.stderr
+    told, _, error = run.stderr.partition("\n\n")
+    assert re.match(r"\S+ I nemo_rl \S+: reading the configuration ", told) and "Error: " in error and message in error
     assert "Ray" not in run.stderr and "Traceback" not in run.stderr
     # Processor time, which other processes lengthen least; an idle machine needs a sixth of the limit.
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

@@ -193,6 +193,7 @@ def test_an_environment_keeps_its_own_keys_and_python_environment(write_yaml) ->
     ("override", "message"),
     [
         (f"env.{OWN}.target=20", "there is no environment 'my_rewards'. Environments in env: math"),
+        (f"env.{OWN}.target=20", rf"that is not there yet \+env.{OWN}.target=20"),
         ("+env.mathh.target=20", r"Did you mean 'math'\? Set data.default.env_name=mathh, or"),
         ("grpo=null", "grpo is a section, which null does not switch off"),
         ("env.math=null", "env.math is a section"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from nemo_rl.commands.regrade.replay import replay
 from nemo_rl.commands.regrade.stored_samples import read_samples
 from nemo_rl.config import RewardPenaltyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience import trajectory_log
 from nemo_rl.experience.branches import Branch
 from nemo_rl.experience.metrics import rollout_metrics
 from nemo_rl.experience.penalties import ReviewSettings
@@ -26,7 +28,7 @@ from nemo_rl.experience.rows import rows_of, rows_per_update
 from nemo_rl.experience.runners.groups import _sent
 from nemo_rl.experience.runners.stored import located, messages_of, split, whole
 from nemo_rl.experience.trajectory import Rollouts, Trajectory
-from nemo_rl.experience.trajectory_log import TrajectoryLog
+from nemo_rl.experience.trajectory_log import ShownAnswers, TrajectoryLog
 from nemo_rl.files.safe_load import is_plain
 from nemo_rl.models.batch_rows import BatchRows, StoredRows, stale_tokens
 from nemo_rl.models.generation.interfaces import ResponseSoFar, VersionSpan
@@ -229,6 +231,24 @@ def test_whole_samples_are_sent_with_their_branches(samples: list[Trajectory]) -
     for each in samples:
         expected = Trajectory.from_state(each.state_dict())
         assert_equal(pickle.loads(pickle.dumps(_sent(each))), expected)
+
+
+def test_a_terminal_shows_the_best_and_the_worst_answer(
+    tmp_path: Path, samples: list[Trajectory], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="nemo_rl")
+    for reward, each in enumerate(samples):
+        each.reward = float(reward)
+    samples[0].reward = None
+    shown = ShownAnswers(number=2, period=10)
+    shown.show(1, samples)
+    assert caplog.records == []
+    monkeypatch.setattr(trajectory_log, "is_terminal", lambda stream: True)
+    for step in (1, 2, 10):
+        shown.show(step, samples)
+    lines = [record.message for record in caplog.records]
+    assert [line.split(":")[0].strip() for line in lines] == ["reward 2", "reward 1"], "of the first step only"
+    assert all("  ->  " in line and "\n" not in line for line in lines)
 
 
 def test_the_log_has_a_line_for_each_conversation(tmp_path: Path, samples: list[Trajectory]) -> None:

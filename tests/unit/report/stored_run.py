@@ -2,7 +2,9 @@
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -38,20 +40,44 @@ def row(step: int, group: int, sample: int, text: str, reward: float | None = 1.
     }
 
 
-def write_run(folder: Path, steps: int = 6, seed: int = 1, text: str = "an answer", **metrics: list[float]) -> Path:
-    """Write a run of GRPO; `metrics` are columns of `train/`."""
-    run = folder / "exp_001"
+def write_run(
+    folder: Path,
+    steps: int = 6,
+    seed: int = 1,
+    text: str = "an answer",
+    *,
+    number: int = 1,
+    first: int = 1,
+    config: Mapping[str, Any] = MappingProxyType({}),
+    record: Mapping[str, Any] = MappingProxyType({}),
+    **metrics: list[float],
+) -> Path:
+    """Write a run of GRPO; `metrics` are columns of `train/`.
+
+    Args:
+        folder: the folder of all runs.
+        steps: the last step.
+        seed: its seed.
+        text: the answer of each sample.
+        number: number of the run in the folder.
+        first: the first step.
+        config: more sections of its configuration.
+        record: more entries of its record.
+    """
+    run = folder / f"exp_{number:03d}"
     run.mkdir(parents=True)
-    config = {
+    written = {
         "policy": {"model_name": str(TINY), "generation": {"backend": "vllm"}},
         "grpo": {"max_num_steps": steps, "seed": seed, "num_prompts_per_step": 2},
+        **config,
     }
-    (run / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    record = {"status": "finished", "started": 1000.0, "ended": 1100.0, "command": ["run_grpo.py"], "host": "here"}
-    (run / "run.json").write_text(json.dumps(record), encoding="utf-8")
-    for step in range(1, steps + 1):
+    (run / "config.yaml").write_text(yaml.safe_dump(written), encoding="utf-8")
+    started = {"status": "finished", "started": 1000.0, "ended": 1100.0, "command": ["run_grpo.py"], "host": "here"}
+    (run / "run.json").write_text(json.dumps(started | dict(record)), encoding="utf-8")
+    (run / "metrics.jsonl").touch()
+    for step in range(first, steps + 1):
         add_step(
-            run, step, {"reward": step / steps} | {name: column[step - 1] for name, column in metrics.items()}, text
+            run, step, {"reward": step / steps} | {name: column[step - first] for name, column in metrics.items()}, text
         )
     return run
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import shutil
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ from stored_run import HOSTILE, add_step, write_run
 
 from nemo_rl.__main__ import main
 from nemo_rl.commands.report.run_files import find_run
-from nemo_rl.commands.report.server import RunServer
+from nemo_rl.commands.report.server import RunServer, listener
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -69,6 +70,13 @@ def test_mistakes_are_one_message(
     write_run(tmp_path)
     assert main([argument.format(tmp_path) for argument in arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_next_free_port_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        port = first.getsockname()[1]
+        with listener("127.0.0.1", port) as second:
+            assert port < second.getsockname()[1] < port + 20
 
 
 @pytest.mark.asyncio

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 from stored_run import TINY, add_step, row, write_run
+from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer
 
 from nemo_rl.algorithms.setup.run_record import record_run
 from nemo_rl.commands.report.findings import RULES, find
-from nemo_rl.commands.report.run_files import RunFiles, find_run
-from nemo_rl.commands.report.run_view import RunView
+from nemo_rl.commands.report.run_files import RunFiles, find_run, find_runs
+from nemo_rl.commands.report.run_state import where_it_failed
+from nemo_rl.commands.report.run_view import RunView, TokenTexts
 from nemo_rl.commands.report.samples import SampleIndex, SampleQuery
 from nemo_rl.config import RunConfig
 from nemo_rl.utils.errors import DataError, RunInterruptedError
@@ -62,6 +64,94 @@ def test_a_sample_has_the_texts_of_its_tokens(tmp_path: Path) -> None:
     for number in (0, 5):
         with pytest.raises(IndexError):
             view.detail(number)
+
+
+def test_the_spaces_of_sentencepiece_stay(tmp_path: Path) -> None:
+    pieces = ["<unk>", "\u2581the", "\u2581cat", "s", "\u2581"]
+    tokenizer = Tokenizer(models.Unigram([(piece, 0.0) for piece in pieces], 0))
+    tokenizer.decoder = decoders.Metaspace()
+    model = tmp_path / "model"
+    model.mkdir()
+    tokenizer.save(str(model / "tokenizer.json"))
+    write_run(tmp_path, steps=1, config={"policy": {"model_name": str(model)}})
+    texts = TokenTexts(find_run(tmp_path)).of([0, 1, 2, 3, 4, 99])
+    assert texts == {0: "<unk>", 1: " the", 2: " cat", 3: "s", 4: " ", 99: "[99]"}
+
+
+SAVING = {"checkpointing": {"enabled": True, "checkpoint_dir": "results/a"}}
+
+
+def move_times(run: Path, by: float) -> None:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(each | {"time": each["time"] + by}) + "\n" for each in rows))
+
+
+def test_a_run_that_went_on_in_another_folder_is_one_run(tmp_path: Path) -> None:
+    write_run(tmp_path, 6, config=SAVING, record={"status": "interrupted"}, loss=[1.0] * 6)
+    write_run(tmp_path, 9, number=2, first=5, config=SAVING, record={"started": 4000.0}, loss=[2.0] * 5)
+    move_times(tmp_path / "exp_002", 3000.0)
+    (tmp_path / "exp_001/val_data_step6.jsonl").write_text(json.dumps(row(6, 0, 0, "taken back")) + "\n")
+    for number, seconds in ((1, (10, 20)), (2, (10, 30))):
+        with (tmp_path / f"exp_00{number}/metrics.jsonl").open("a") as file:
+            for second in seconds:
+                file.write(json.dumps({"step": second, "prefix": "ray", "metrics": {"cpu": 1.0}}) + "\n")
+    view = viewed(tmp_path)
+    loss = view.curves.get("train/loss")
+    assert (loss.steps, loss.values) == (list(range(1, 10)), [1.0] * 4 + [2.0] * 5)
+    assert loss.times[3:5] == [1040.0, 1110.0], "without the pause from 1060 to 4000"
+    assert view.curves.get("ray/cpu").steps == [10, 20, 30, 50]
+    assert len(view.samples) == 9 * 4 and {each[2] for each in view.samples.rows_of(range(1, 100))} == set(range(1, 10))
+    status = view.as_json()["status"]
+    assert [part["name"] for part in status["earlier"]] == ["exp_001"] and status["started"] == 4000.0
+
+
+@pytest.mark.parametrize(
+    ("config", "first", "steps", "number_of_runs"),
+    [
+        (SAVING, 7, 8, 1),
+        (SAVING, 1, 8, 2),
+        (SAVING, 1, 0, 1),  # it failed before its first step
+        ({"checkpointing": {"enabled": True, "checkpoint_dir": "results/b"}}, 7, 8, 2),
+        ({"checkpointing": {"enabled": False, "checkpoint_dir": "results/a"}}, 7, 8, 2),
+    ],
+)
+def test_only_runs_of_one_checkpoint_folder_are_joined(
+    config: dict[str, object], first: int, steps: int, number_of_runs: int, tmp_path: Path
+) -> None:
+    write_run(tmp_path, 6, config=SAVING, record={"status": "killed"})
+    write_run(tmp_path, steps, number=2, first=first, config=config)
+    assert len(find_runs(tmp_path)) == number_of_runs
+
+
+def test_all_runs_of_a_folder_and_of_folders_are_found(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        for number in (2, 10, 1):
+            write_run(tmp_path / name, 1, number=number)
+    (tmp_path / "a/exp_004").mkdir()
+    names = [run.name for run in find_runs(tmp_path)]
+    assert names == [f"{name}/exp_{number:03d}" for name in ("a", "b") for number in (1, 2, 10)]
+    assert [run.name for run in find_runs(tmp_path / "a/exp_002")] == ["a/exp_002"]
+    assert find_run(tmp_path / "b").name == "b/exp_010"
+    write_run(tmp_path / "c/deep", 1)
+    assert [run.name for run in find_runs(tmp_path)] == [*names, "deep/exp_001"]
+
+
+def test_a_failure_names_worker_phase_and_the_line_of_the_user(tmp_path: Path) -> None:
+    (tmp_path / "traceback.txt").write_text(
+        'Traceback (most recent call last):\n  File "/home/me/run.py", line 3, in <module>\n    grpo_train(run)\n'
+        '  File "/work/nemo_rl/algorithms/grpo.py", line 9, in grpo_train\n    step()\n           ^^^^^^\n'
+        '  File "/home/me/my_loss.py", line 22, in __call__\n    return weights * logprobs\n'
+        '  File "/venv/lib/python3.12/site-packages/torch/mul.py", line 4, in mul\nRuntimeError: sizes\n'
+    )
+    message = "Worker lm_policy-0-1 (rank 1, node n, pid 8) failed during 'train': RuntimeError: sizes"
+    assert where_it_failed(tmp_path, message) == {
+        "worker": "lm_policy-0-1 (rank 1, node n, pid 8)",
+        "phase": "train",
+        "place": "/home/me/my_loss.py:22 in __call__",
+        "source": "return weights * logprobs",
+    }
+    (tmp_path / "traceback.txt").unlink()
+    assert where_it_failed(tmp_path, "ValueError: no") == {}
 
 
 def test_lines_that_are_no_samples_are_counted_and_left_out(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The console output of a run is readable in a file: short lines without escape codes, at moderate intervals."""
 
 import logging
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ import pytest
 
 from nemo_rl.host import waiting_log as still_waiting
 from nemo_rl.host.waiting_log import StillWaiting
-from nemo_rl.utils.logging_setup import WIDTH, configure_logging, wrapped
+from nemo_rl.utils.logging_setup import WIDTH, configure_logging, log_to, wrapped
 
 
 @pytest.fixture
@@ -48,6 +49,27 @@ def test_several_lines_stay_several(program: None, capsys: pytest.CaptureFixture
 def test_escape_codes_are_removed(program: None, capsys: pytest.CaptureFixture[str]) -> None:
     logging.getLogger("someone").warning("\x1b[33m(raylet)\x1b[0m is \x1b[1;31mslow\x1b[K")
     assert capsys.readouterr().err.endswith("W (raylet) is slow\n")
+
+
+def test_the_file_of_a_run_has_details_that_the_console_lacks(
+    program: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    library = logging.getLogger("nemo_rl.test")
+    with log_to(tmp_path):
+        library.info("The start took %d s.", 5, extra={"details": "  Ray  3 s\n  rest 2 s"})
+        library.debug("not shown")
+    library.info("after the run")
+    first, *others = (tmp_path / "run.log").read_text().splitlines()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d I The start took 5 s\.", first)
+    assert others == ["  Ray  3 s", "  rest 2 s"]
+    assert [line[9:] for line in capsys.readouterr().err.splitlines()] == ["I The start took 5 s.", "I after the run"]
+
+
+def test_a_folder_that_cannot_be_written_costs_one_warning(program: None, caplog: pytest.LogCaptureFixture) -> None:
+    with log_to(Path("/proc/none")):
+        for number in range(3):
+            logging.getLogger("nemo_rl.test").info("line %d", number)
+    assert len([record for record in caplog.records if "cannot be written" in record.message]) == 1
 
 
 def test_a_long_wait_logs_its_reason(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

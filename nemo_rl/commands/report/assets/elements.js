@@ -20,7 +20,7 @@ function shown(value, digits = 4) {
   if (typeof value !== "number") return String(value);
   if (Number.isInteger(value)) return String(value);
   const size = Math.abs(value);
-  return size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(2) : String(+value.toPrecision(digits));
+  return size !== 0 && (size < 1e-3 || size >= 1e6) ? (+value.toPrecision(3)).toExponential() : String(+value.toPrecision(digits));
 }
 
 function duration(seconds) {
@@ -41,16 +41,30 @@ function choice(label, options, value, change) {
 }
 
 function field(label, type, value, change, properties = {}) {
-  return make("label", {}, label, make("input", { type, value, oninput: (event) => change(event.target.value), ...properties }));
+  return make("label", {}, label, make("input", { type, ...properties, value, oninput: (event) => change(event.target.value) }));
 }
 
-const COLORS = ["#1f77b4", "#d1601c", "#2c8a43", "#b5302c", "#7a54b0", "#7d5346", "#b8519d", "#5f6a72", "#8a8a1a",
-  "#148ba0"];
+// All have the same luminance, with enough contrast on the light and on the dark page.
+const COLORS = ["#1f7dda", "#cc5917", "#238d47", "#d84955", "#9764cb", "#ca4aa0", "#108993", "#94790c", "#598922",
+  "#747c88", "#b05cb0", "#a27057"];
 
 function colorOf(index) {
   return COLORS[index % COLORS.length];
 }
 
+function isDashed(index) {
+  // When all colours are in use, the next runs have them again, with dashed lines.
+  return index % (2 * COLORS.length) >= COLORS.length;
+}
+
 function swatch(index) {
-  return make("span", { class: "swatch", style: `background:${colorOf(index)}`, "aria-hidden": "true" });
+  return make("span", { class: `swatch ${isDashed(index) ? "dashed" : ""}`, style: `--color:${colorOf(index)}`, "aria-hidden": "true" });
+}
+
+function scrollable(label, ...children) {
+  return make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, children);
+}
+
+function checkbox(label, checked, change) {
+  return make("label", {}, make("input", { type: "checkbox", checked, onchange: (event) => change(event.target.checked) }), label);
 }

@@ -2,84 +2,11 @@
 // The page: reads the data, draws the chosen tab, and asks a server for news if there is one.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
-const OPTIONS = { axis: "steps", smoothing: 0.6, log: false, seeds: true, text: "", legend: false };
-const MAIN_CURVES = ["train/reward", "validation/accuracy", "train/loss", "validation/loss", "train/grad_norm",
-  "train/approx_entropy", "train/token_mult_prob_error", "train/mean_gen_tokens_per_sample", "train/truncation_rate",
-  "train/critic/explained_var", "train/lr", "train/accuracy", "timing/train/total_step_time"];
+const OPTIONS = { axis: "steps", smoothing: 0.6, log: false, seeds: true, text: "", from: "", to: "" };
 const TABS = [["overview", "Overview", overview], ["curves", "Curves", curves], ["time", "Time", timeView],
   ["rollouts", "Rollouts", rollouts], ["config", "Configuration", configuration]];
+const MOST_NAMED = 4;
 let tab = "overview", chosen = 0;
-
-function chartWidth() {
-  const room = document.getElementById("panel").clientWidth;
-  const columns = Math.max(1, Math.floor((room + 14) / 414));
-  return Math.max(200, Math.floor((room - 14 * (columns - 1)) / columns) - 28);
-}
-
-function charts(names) {
-  const drawn = names.map((name) => chart(name, DATA.runs, OPTIONS, chartWidth())).filter((one) => one);
-  return make("div", { class: "cards" }, drawn.length ? drawn : make("p", { class: "soft" }, "No such metric."));
-}
-
-function runLegend() {
-  if (DATA.runs.length < 2) return null;
-  return make("div", { class: "legend" }, DATA.runs.map((run, index) => make("span", {}, swatch(index), run.name)));
-}
-
-function endOf(run) {
-  const status = run.status, texts = {
-    finished: "finished", failed: "failed", interrupted: "was interrupted", killed: "was killed", running: "is running",
-    unknown: "left no record of its end",
-  };
-  const kind = status.status;
-  const least = status.max_steps && status.step < status.max_steps ? `; max_num_steps is ${status.max_steps}` : "";
-  return make("p", {}, make("span", { class: `ended ${kind}` }, texts[kind] || kind),
-    ` after ${status.step} steps${least}`, status.error ? make("div", { class: "body" }, status.error) : null);
-}
-
-function findingView(run, finding) {
-  return make("div", { class: `card finding ${finding.level}`, "data-finding": finding.title },
-    make("span", { class: "level" }, finding.level), ` ${finding.title}`,
-    make("p", {}, finding.text),
-    make("p", { class: "soft" }, `Steps ${finding.steps[0]} to ${finding.steps[1]} of ${run.name}; ${finding.metric}. See ${finding.guide}.`));
-}
-
-function overview() {
-  const cards = DATA.runs.map((run) => {
-    const facts = Object.entries(run.facts).filter(([, value]) => value !== null && value !== undefined);
-    const status = run.status;
-    const took = status.started ? duration((status.ended || (status.status === "running" ? DATA.written : status.last_time) || status.started) - status.started) : null;
-    const more = [["started", moment(status.started)], ["took", took], ["on", status.host], ["version", status.version],
-      ["command", status.command.join(" ")], ["folder", run.folder]].filter(([, value]) => value);
-    return make("section", { class: "card" }, make("h3", {}, run.name), endOf(run),
-      make("dl", { class: "facts" }, [...facts, ...more].map(([name, value]) => [make("dt", {}, name), make("dd", {}, shown(value))])));
-  });
-  const findings = DATA.runs.flatMap((run) => run.findings.map((finding) => findingView(run, finding)));
-  return [make("h2", {}, DATA.runs.length > 1 ? "Runs" : "Run"), make("div", { class: "cards" }, cards),
-    make("h2", {}, "Findings"), findings.length ? findings : make("p", {}, "No rule found anything wrong."),
-    make("h2", {}, "Main curves"), runLegend(), charts(MAIN_CURVES)];
-}
-
-function curves() {
-  const area = make("div", {});
-  const names = [...new Set(DATA.runs.flatMap((run) => Object.keys(run.curves)))].sort();
-  const draw = () => {
-    const text = OPTIONS.text.toLowerCase();
-    const kept = names.filter((name) => name.toLowerCase().includes(text));
-    area.replaceChildren(make("p", { class: "soft", "aria-live": "polite" }, `${kept.length} of ${names.length} metrics`),
-      charts(kept.slice(0, 60)), kept.length > 60 ? make("p", { class: "soft" }, "The first 60 are shown; filter for others.") : "");
-  };
-  const change = (name) => (value) => { OPTIONS[name] = value; draw(); };
-  const controls = make("div", { class: "controls" },
-    field("name has", "search", OPTIONS.text, change("text")),
-    choice("axis", [["steps", "steps"], ["time", "seconds"]], OPTIONS.axis, change("axis")),
-    field("smoothing", "range", OPTIONS.smoothing, (value) => change("smoothing")(Number(value)), { min: 0, max: 0.98, step: 0.02 }),
-    make("label", {}, make("input", { type: "checkbox", checked: OPTIONS.log, onchange: (event) => change("log")(event.target.checked) }), "logarithmic"),
-    DATA.runs.length > 1 ? make("label", {}, make("input", { type: "checkbox", checked: OPTIONS.seeds,
-      onchange: (event) => change("seeds")(event.target.checked) }), "join runs that differ in their seed only") : null);
-  draw();
-  return [make("h2", {}, "Curves"), controls, runLegend(), area];
-}
 
 function runChoice(redraw) {
   if (DATA.runs.length < 2) return null;
@@ -98,33 +25,32 @@ function timeView() {
   const head = ["phase", "in all", "share", "seconds a step, median"].map((text, index) => make("th", { scope: "col", class: index ? "number" : null }, text));
   const timing = Object.keys(run.curves).filter((name) => name.startsWith("timing/") || name.startsWith("idle/"));
   return [runChoice(show), make("h2", {}, "Where the time of the steps went"), bar,
-    make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Phases" },
-      make("table", {}, make("thead", {}, make("tr", {}, head)), make("tbody", {}, rows))),
-    make("h2", {}, "By step"), charts(timing)];
+    scrollable("Phases", make("table", {}, make("thead", {}, make("tr", {}, head)), make("tbody", {}, rows))),
+    make("h2", {}, "By step"), runLegend(groupsOf(DATA.runs, OPTIONS)), chartsAndNumbers(timing, groupsOf(DATA.runs, OPTIONS))];
 }
 
 function rollouts() {
   const source = DATA.live ? servedSamples : storedSamples(DATA.runs[chosen].samples);
-  return [runChoice(show), ...rolloutsView(source, DATA.live)];
+  return [runChoice(show), ...rolloutsView(source, DATA.live, DATA.runs[chosen].status)];
 }
 
 function configuration() {
-  const keys = [...new Set(DATA.runs.flatMap((run) => Object.keys(run.config)))];
-  const area = make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Configuration" });
-  let text = "", different = false;
+  const facts = DATA.runs.map((run) => Object.fromEntries(factsOf(run).map(([name, value]) => [`(${name})`, value])));
+  const all = DATA.runs.map((run, index) => ({ ...facts[index], ...run.config }));
+  const keys = [...new Set(all.flatMap((values) => Object.keys(values)))], area = scrollable("Configuration");
+  let text = "", different = DATA.runs.length > 1;
   const draw = () => {
-    const rows = keys.map((key) => [key, DATA.runs.map((run) => run.config[key])])
+    const rows = keys.map((key) => [key, all.map((values) => values[key])])
       .map(([key, values]) => [key, values, values.some((value) => value !== values[0])])
       .filter(([key, , differs]) => key.toLowerCase().includes(text) && (!different || differs))
-      .map(([key, values, differs]) => make("tr", { class: differs ? "differs" : null }, make("td", {}, key),
+      .map(([key, values, differs]) => make("tr", { class: differs ? "differs" : null }, make("th", { scope: "row" }, key),
         values.map((value) => make("td", { class: "text" }, value === undefined ? "–" : String(value)))));
-    area.replaceChildren(make("table", {}, make("thead", {}, make("tr", {}, ["key", ...DATA.runs.map((run) => run.name)].map((name) => (
+    area.replaceChildren(make("table", { class: "runs" }, make("thead", {}, make("tr", {}, ["key", ...DATA.runs.map((run) => run.name)].map((name) => (
       make("th", { scope: "col" }, name))))), make("tbody", {}, rows)));
   };
   draw();
   return [make("div", { class: "controls" }, field("key has", "search", "", (value) => { text = value.toLowerCase(); draw(); }),
-    DATA.runs.length > 1 ? make("label", {}, make("input", { type: "checkbox", onchange: (event) => { different = event.target.checked; draw(); } }),
-      "only keys that differ") : null), area];
+    DATA.runs.length > 1 ? checkbox("only keys that differ", different, (value) => { different = value; draw(); }) : null), area];
 }
 
 async function follow() {
@@ -173,7 +99,8 @@ function makeTabs() {
 }
 
 function show() {
-  document.getElementById("title").textContent = DATA.runs.map((run) => run.name).join(", ");
+  const names = DATA.runs.map((run) => run.name), more = names.length - MOST_NAMED;
+  document.getElementById("title").textContent = names.slice(0, MOST_NAMED).join(", ") + (more > 0 ? ` and ${more} more runs` : "");
   for (const [name] of TABS) {
     const button = document.getElementById(`tab-${name}`);
     button.setAttribute("aria-selected", String(name === tab));
@@ -181,16 +108,10 @@ function show() {
   }
   const panel = document.getElementById("panel");
   panel.setAttribute("aria-labelledby", `tab-${tab}`);
-  panel.replaceChildren(...TABS.find(([name]) => name === tab)[2]().filter((part) => part !== null).flat(Infinity));
+  panel.replaceChildren(...TABS.find(([name]) => name === tab)[2]().flat(Infinity).filter((part) => part !== null));
   forgetCharts();
 }
 
-let width = window.innerWidth;
-window.addEventListener("resize", () => {
-  if (window.innerWidth === width) return;
-  width = window.innerWidth;
-  show();
-});
 makeTabs();
 show();
 footer();

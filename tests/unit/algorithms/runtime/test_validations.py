@@ -10,11 +10,22 @@ import pytest
 from run_parts import Data, make_session, train
 
 from nemo_rl.algorithms.runtime.session import Cadence, Session
-from nemo_rl.algorithms.runtime.validations import ValidationResult
+from nemo_rl.algorithms.runtime.validations import ValidationResult, in_one_line
 from nemo_rl.files.manifest import find_damage, replace_file, write_manifest
 from nemo_rl.utils.errors import GenerationError, RunInterruptedError
 
 pytestmark = pytest.mark.fast
+
+
+def test_a_validation_is_one_line() -> None:
+    whole = {"accuracy": 0.5, "avg_length": 8.0, "num_reward_errors": 0.0, "truncation_rate": 0.0}
+    assert in_one_line({"math/accuracy": 0.5, **whole}) == "accuracy=0.5  avg_length=8"
+    assert in_one_line({"a/accuracy": 0.25, "b/accuracy": 0.75, **whole, "truncation_rate": 0.5}) == (
+        "accuracy=0.5  avg_length=8  truncation_rate=0.5  a/accuracy=0.25  b/accuracy=0.75"
+    )
+    many = {f"env/number_{index}": index / 3 for index in range(30)}
+    line = in_one_line(many | whole)
+    assert line.startswith("accuracy=0.5") and line.endswith("  ...") and len(line) < 120
 
 
 class Slow:

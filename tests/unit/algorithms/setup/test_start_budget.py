@@ -1,10 +1,12 @@
 """The table of a start: phases that add up, the slowest worker of each group, and the metrics."""
 
 import logging
+import re
 import time
 
 import pytest
 
+from nemo_rl.algorithms.setup import start_budget
 from nemo_rl.algorithms.setup.start_budget import StartBudget
 from nemo_rl.distributed.workers.start_phases import slowest_of
 
@@ -33,8 +35,22 @@ def test_phases_and_the_slowest_workers_are_in_the_log_and_in_the_metrics(caplog
     assert logged["timing/start/policy/weights"] == 2.0
     parts = sum(logged[f"timing/start/{name}"] for name in ("before_setup", "Ray", "the_rest"))
     assert parts == pytest.approx(logged["timing/start/total"])
-    (slow,) = [line for line in caplog.text.splitlines() if "policy: imports" in line]
+    (record,) = caplog.records
+    assert re.fullmatch(r"The start took \d\.\d s: before setup \d\.\d s\.", record.getMessage())
+    (slow,) = [line for line in record.details.splitlines() if "policy: imports" in line]
     assert "30.0 s" in slow and "lm_policy-1-0 on 10.0.0.2, median 9.0" in slow
+
+
+def test_a_phase_that_takes_long_says_so(caplog, monkeypatch):
+    monkeypatch.setattr(start_budget, "_FIRST_WAIT_S", 0.05)
+    monkeypatch.setattr(start_budget, "_LATER_WAITS_S", 100.0)
+    budget = StartBudget(0.0)
+    with caplog.at_level(logging.INFO):
+        with budget.phase("quick"):
+            pass
+        with budget.phase("engines and models"):
+            time.sleep(0.3)
+    assert [record.getMessage() for record in caplog.records] == ["Starting: engines and models, 0 s so far."]
 
 
 def test_a_program_that_does_not_measure_its_start_has_no_time_before_setup():

@@ -209,13 +209,13 @@ def told(caplog: pytest.LogCaptureFixture, policy: PolicyConfig, trains: bool = 
         log_memory(
             cluster, {"policy": Role(policy, trains, keeps_reference=trains)}, memory_forecast.memory_of_a_rank(cluster)
         )
-    return caplog.text
+    return "\n".join([caplog.text, *(getattr(record, "details", "") for record in caplog.records)])
 
 
 def test_a_run_logs_its_predicted_memory(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     policy = PolicyConfig.build(model_name=TINY, precision="float32", generation=None)
     text = told(caplog, policy)
-    assert "Predicted memory of policy (2 ranks), GiB on each rank" in text
+    assert "Predicted memory of policy, GiB on each rank" in text and "GiB at most on each of 2 ranks, in '" in text
     for kind in ("weights", "reference weights", "optimizer state", "activations", "gathered weights"):
         assert f"  {kind}" in text
     assert "WARNING" not in text and "optimizer state" not in told(caplog, policy, trains=False)
