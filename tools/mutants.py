@@ -21,6 +21,7 @@ import os
 import random
 import subprocess
 import sys
+import sysconfig
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -182,16 +183,22 @@ def _mutated(source: str, operator: str, occurrence: int) -> str | None:
 
 
 def record(folder: Path, arguments: Sequence[str]) -> None:
-    """Run the tests, and write `hits.json`: for each line of a fault the functions that execute it."""
+    """Run the tests, and write `hits.json`: for each line of a fault the functions that execute it.
+
+    Tests that were recorded before stay recorded.
+    """
     hits = folder / "hits"
     hits.mkdir(exist_ok=True)
-    environment = os.environ | {
-        LINES: str(folder / "lines.json"),
-        HITS: str(hits),
-        "PYTHONPATH": str(ROOT / "tools" / "line_recorder"),
-    }
+    environment = os.environ | {LINES: str(folder / "lines.json"), HITS: str(hits)}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "line_recorder", *arguments]
-    subprocess.run(command, cwd=ROOT, env=environment, check=False)
+    # Not in PYTHONPATH, which tests set for the programs that they start.
+    starter = Path(sysconfig.get_path("purelib")) / "line_recorder.pth"
+    recorder = str(ROOT / "tools" / "line_recorder")
+    starter.write_text(f"import sys; sys.path.append({recorder!r}); import line_recorder; line_recorder.start()\n")
+    try:
+        subprocess.run(command, cwd=ROOT, env=environment, check=False)
+    finally:
+        starter.unlink()
     found = {line: sorted(names) for line, names in functions_by_line(hits).items()}
     (folder / "hits.json").write_text(json.dumps(found, indent=1))
     planned = {mutant.place for mutant in _plan(folder)}
@@ -199,11 +206,18 @@ def record(folder: Path, arguments: Sequence[str]) -> None:
 
 
 def run(folder: Path, copies: int, limit_s: float) -> None:
-    """Run the tests of each fault that has no result yet, each in a copy of the repository."""
+    """Run the tests of each fault that has no result yet, each in a copy of the repository.
+
+    A fault that no test found runs again after other tests were recorded that execute its line.
+    """
     results = folder / "results.jsonl"
-    done = {(result["place"], result["operator"], result["occurrence"]) for result in _results(folder)}
-    waiting = [mutant for mutant in _plan(folder) if (mutant.place, mutant.operator, mutant.occurrence) not in done]
     hits: dict[str, list[str]] = json.loads((folder / "hits.json").read_text())
+    done = {
+        _key(result)
+        for result in _results(folder)
+        if result["killed_by"] or result["tests"] == len(hits.get(result["place"], []))
+    }
+    waiting = [mutant for mutant in _plan(folder) if _key({"place": mutant.place, **asdict(mutant)}) not in done]
     free: Queue[Path] = Queue()
     for number in range(copies):
         free.put(_copy(folder / f"copy-{number}"))
@@ -224,12 +238,18 @@ def run(folder: Path, copies: int, limit_s: float) -> None:
         list(pool.map(judge, waiting))
 
 
+def _key(result: dict[str, Any]) -> tuple[str, str, int]:
+    return result["place"], result["operator"], result["occurrence"]
+
+
 def _copy(path: Path) -> Path:
-    """Make a clone of the repository's last commit."""
+    """Make a clone of the repository's last commit, or bring an earlier clone there: it may have a fault still."""
     if not path.exists():
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(path)], check=True)
         if not (shared := path.parent / "shared").exists():
             shared.symlink_to(ROOT.parent / "shared")
+    subprocess.run(["git", "fetch", "--quiet", str(ROOT), "HEAD"], cwd=path, check=True)
+    subprocess.run(["git", "reset", "--quiet", "--hard", "FETCH_HEAD"], cwd=path, check=True)
     return path
 
 
@@ -309,7 +329,7 @@ def table(folder: Path) -> None:
     hits: dict[str, list[str]] = json.loads((folder / "hits.json").read_text())
     out = sys.stdout
     lines = []
-    for result in _results(folder):
+    for result in {_key(result): result for result in _results(folder)}.values():
         part = next(part for part in FOLDERS if result["file"].startswith(f"nemo_rl/{part}/"))
         verdict = result["killed_by"] or ("lives" if hits.get(result["place"]) else "not executed")
         counts[part][verdict] += 1

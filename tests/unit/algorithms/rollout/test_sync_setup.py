@@ -1,0 +1,51 @@
+"""The choice of what moves weights to the engines, and when engines get only the parts that they read."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nemo_rl.algorithms.rollout.sync_setup import choose_transport, make_refitter
+from nemo_rl.algorithms.runtime.device_sharing import MemorySharing
+from nemo_rl.config import ClusterConfig, GRPOMasterConfig, load_config
+
+CONFIG = "examples/configs/grpo_math_cpu.yaml"
+ENGINES: Any = SimpleNamespace(workers_per_engine=2)
+POLICY: Any = SimpleNamespace(worker_group=None)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("device", "num_nodes", "colocated", "transport"),
+    [
+        ("cuda", 1, True, "cuda_ipc"),
+        ("cuda", 2, True, "cuda_ipc"),
+        ("cuda", 1, False, "collective"),
+        ("cpu", 1, True, "shared_memory"),
+        ("cpu", 1, False, "shared_memory"),
+        ("cpu", 2, False, "collective"),
+    ],
+)
+def test_weights_go_through_memory_that_both_sides_have(
+    device: str, num_nodes: int, colocated: bool, transport: str
+) -> None:
+    cluster = ClusterConfig.build(device=device, num_nodes=num_nodes, gpus_per_node=1 if device == "cuda" else 0)
+    assert choose_transport("auto", cluster, colocated) == transport
+    assert choose_transport("shared_memory", cluster, colocated) == "shared_memory"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sends_parts"),
+    [
+        ((), True),
+        (("policy.generation.weight_sync.send_parts=false",), False),
+        (("policy.generation.vllm_cfg.precision=fp8",), False),
+    ],
+)
+def test_engines_of_several_workers_get_parts_unless_blocks_of_float8_do_not_end_with_them(
+    overrides: tuple[str, ...], sends_parts: bool
+) -> None:
+    config = load_config(CONFIG, ["policy.generation.backend=vllm", *overrides], schema=GRPOMasterConfig)
+    cluster = config.cluster.model_copy(update={"num_nodes": 2})
+    refitter = make_refitter(config.policy, cluster, POLICY, ENGINES, MemorySharing())
+    assert refitter._lanes.wants_reads == sends_parts
