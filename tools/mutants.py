@@ -2,7 +2,7 @@
 
     uv run --with cosmic-ray==8.7.0 tools/mutants.py choose --count 120 --seed 1     which faults
     uv run tools/mutants.py record -- -n 2                                           which tests execute their lines
-    uv run --with cosmic-ray==8.7.0 tools/mutants.py run --copies 2                  stops and goes on where it was
+    uv run --with cosmic-ray==8.7.0 tools/mutants.py run --minutes 20                goes on where it was
     uv run tools/mutants.py table
 
     choose ─► plan.json ─► record (runs the tests once) ─► hits.json ─► run ─► results.jsonl ─► table
@@ -17,6 +17,7 @@ All files lie in `build/mutants`. The faults are made by cosmic-ray (https://cos
 import argparse
 import ast
 import json
+import math
 import os
 import random
 import subprocess
@@ -205,7 +206,7 @@ def record(folder: Path, arguments: Sequence[str]) -> None:
     sys.stdout.write(f"{len(planned & found.keys())} of {len(planned)} lines are executed by tests.\n")
 
 
-def run(folder: Path, copies: int, limit_s: float) -> None:
+def run(folder: Path, copies: int, limit_s: float, minutes: float) -> None:
     """Run the tests of each fault that has no result yet, each in a copy of the repository.
 
     A fault that no test found runs again after other tests were recorded that execute its line.
@@ -222,7 +223,11 @@ def run(folder: Path, copies: int, limit_s: float) -> None:
     for number in range(copies):
         free.put(_copy(folder / f"copy-{number}"))
 
+    began = time.monotonic()
+
     def judge(mutant: Mutant) -> None:
+        if time.monotonic() - began > 60 * minutes:
+            return
         copy = free.get()
         try:
             verdict = _judge(mutant, hits.get(mutant.place, []), copy, limit_s)
@@ -363,6 +368,7 @@ def main() -> None:
     runner = commands.add_parser("run")
     runner.add_argument("--copies", type=int, default=2)
     runner.add_argument("--limit-s", type=float, default=180.0, help="stored seconds of tests for a fault and tier")
+    runner.add_argument("--minutes", type=float, default=math.inf, help="after which no further fault is begun")
     commands.add_parser("table")
     given = parser.parse_args()
     folder = given.folder.resolve()
@@ -372,7 +378,7 @@ def main() -> None:
         case "record":
             record(folder, [argument for argument in given.arguments if argument != "--"])
         case "run":
-            run(folder, given.copies, given.limit_s)
+            run(folder, given.copies, given.limit_s, given.minutes)
         case "table":
             table(folder)
 
