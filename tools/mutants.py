@@ -209,14 +209,17 @@ def record(folder: Path, arguments: Sequence[str]) -> None:
 def run(folder: Path, copies: int, limit_s: float, minutes: float) -> None:
     """Run the tests of each fault that has no result yet, each in a copy of the repository.
 
-    A fault that no test found runs again after other tests were recorded that execute its line.
+    A fault that no test found runs again after other tests were recorded that execute its line, and with a higher limit
+    if tests were left out.
     """
     results = folder / "results.jsonl"
     hits: dict[str, list[str]] = json.loads((folder / "hits.json").read_text())
     done = {
         _key(result)
         for result in _results(folder)
-        if result["killed_by"] or result["tests"] == len(hits.get(result["place"], []))
+        if result["killed_by"]
+        or result["tests"] == len(hits.get(result["place"], []))
+        and (result["left_out"] == 0 or result.get("limit_s", 0.0) >= limit_s)
     }
     waiting = [mutant for mutant in _plan(folder) if _key({"place": mutant.place, **asdict(mutant)}) not in done]
     free: Queue[Path] = Queue()
@@ -279,7 +282,8 @@ def _judge(mutant: Mutant, names: Sequence[str], copy: Path, limit_s: float) -> 
     finally:
         target.write_text(source, encoding="utf-8")
     left = sum(len(tests) - len(_within(tests, limit_s)) for tests in tiers.values())
-    return {"killed_by": None, "tests": len(timed), "left_out": left, "seconds": round(time.monotonic() - began, 1)}
+    seconds = round(time.monotonic() - began, 1)
+    return {"killed_by": None, "tests": len(timed), "left_out": left, "limit_s": limit_s, "seconds": seconds}
 
 
 def _within(tests: Sequence[tuple[float, str]], limit_s: float) -> list[tuple[float, str]]:
