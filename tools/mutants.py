@@ -4,6 +4,7 @@
     uv run tools/mutants.py record -- -n 2                                           which tests execute their lines
     uv run --with cosmic-ray==8.7.0 tools/mutants.py run --minutes 20                goes on where it was
     uv run tools/mutants.py table
+    uv run --with cosmic-ray==8.7.0 tools/mutants.py find                            what `.ci/run` finds
 
     choose ─► plan.json ─► record (runs the tests once) ─► hits.json ─► run ─► results.jsonl ─► table
 
@@ -36,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tools" / "line_recorder")]
 
 from line_recorder import HITS, LINES, functions_by_line  # noqa: E402
-from tiers import durations  # noqa: E402
+from tiers import durations, reach  # noqa: E402
 
 FOLDERS = (
     "losses",
@@ -55,6 +56,12 @@ OPERATORS = (
     *("ReplaceTrueWithFalse", "ReplaceFalseWithTrue", "ReplaceBreak", "ReplaceContinue", "ZeroIteration", "Delete_Not"),
 )
 """Parts of the names of cosmic-ray's operators."""
+FOUND_IN = ("losses", "models/policy", "models/dtensor", "weight_sync", "data")
+"""Folders of `nemo_rl` with a fault for `find`."""
+_FILES_AT_ONCE = 8
+"""Test modules that `find` runs at once, the nearest first."""
+_NO_TESTS = 5
+"""Status with which pytest ends if no test was chosen."""
 _START_S = 60.0
 """Seconds that a run of pytest may take besides its tests."""
 
@@ -299,13 +306,17 @@ def _within(tests: Sequence[tuple[float, str]], limit_s: float) -> list[tuple[fl
 
 def _first_failure(copy: Path, tests: Sequence[tuple[float, str]]) -> str | None:
     """Run test functions until one fails; return its name, or None."""
-    allowed_s = _START_S + 4 * sum(seconds for seconds, _ in tests)
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not long", "-p", "no:cacheprovider", "--tb=no"]
-    environment = os.environ | {"PYTHONPATH": str(copy)}
+    names = [name for _, name in tests]
+    return _failed(copy, ["-m", "not long", *names], _START_S + 4 * sum(seconds for seconds, _ in tests))
+
+
+def _failed(copy: Path, arguments: Sequence[str], allowed_s: float) -> str | None:
+    """Run pytest until a test fails; return its name, or None."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--tb=no", *arguments]
     with subprocess.Popen(
-        [*command, *(name for _, name in tests)],
+        command,
         cwd=copy,
-        env=environment,
+        env=os.environ | {"PYTHONPATH": str(copy)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -316,10 +327,46 @@ def _first_failure(copy: Path, tests: Sequence[tuple[float, str]]) -> str | None
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, 9)
             return "no end"
-    if process.returncode == 0:
+    if process.returncode in (0, _NO_TESTS):
         return None
     failed = [line.split()[1] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     return failed[0] if failed else f"pytest ended with {process.returncode}"
+
+
+def find(folder: Path) -> None:
+    """Plant a fault in each of five folders, and run the tests that its file reaches, nearest first, until one fails.
+
+    The faults are the first ones that are known to change what a test sees. The tests are those of the default tier,
+    then those that `--affected 7` chooses: the same that `.ci/run` runs, in the order of their distance.
+    """
+    plan = {_key({"place": mutant.place, **asdict(mutant)}): mutant for mutant in _plan(folder)}
+    killed = [plan[_key(result)] for result in _results(folder) if result["killed_by"]]
+    out = sys.stdout
+    out.write("| folder | fault | found by | minutes |\n|---|---|---|---|\n")
+    for part in FOUND_IN:
+        mutant = next(mutant for mutant in killed if mutant.file.startswith(f"nemo_rl/{part}/"))
+        began = time.monotonic()
+        found = _find(mutant, _copy(folder / "copy-0"))
+        minutes = (time.monotonic() - began) / 60
+        out.write(f"| {part} | `{mutant.place}`: `{mutant.after}` | {found or 'nothing'} | {minutes:.1f} |\n")
+        out.flush()
+
+
+def _find(mutant: Mutant, copy: Path) -> str | None:
+    target = copy / mutant.file
+    mutated = _mutated(target.read_text(encoding="utf-8"), f"core/{mutant.operator}", mutant.occurrence)
+    assert mutated is not None, "the plan is older than the repository"
+    target.write_text(mutated, encoding="utf-8")
+    near = reach.distances(copy, [mutant.file])
+    seconds = {file: sum(durations.stored().get(file.removeprefix("tests/"), {}).values()) for file in near}
+    nearest = sorted(near, key=lambda file: (near[file], seconds[file]))
+    for first in range(0, len(nearest), _FILES_AT_ONCE):
+        chosen = nearest[first : first + _FILES_AT_ONCE]
+        failed = _failed(copy, ["-m", "not full and not long", *chosen], _START_S + 4 * sum(map(seconds.get, chosen)))
+        if failed is not None:
+            return f"default tier: `{failed}`"
+    failed = _failed(copy, ["--affected", "7", "--since", "HEAD"], 20 * 60.0)
+    return None if failed is None else f"`--affected`: `{failed}`"
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -374,6 +421,7 @@ def main() -> None:
     runner.add_argument("--limit-s", type=float, default=180.0, help="stored seconds of tests for a fault and tier")
     runner.add_argument("--minutes", type=float, default=math.inf, help="after which no further fault is begun")
     commands.add_parser("table")
+    commands.add_parser("find")
     given = parser.parse_args()
     folder = given.folder.resolve()
     match given.command:
@@ -385,6 +433,8 @@ def main() -> None:
             run(folder, given.copies, given.limit_s, given.minutes)
         case "table":
             table(folder)
+        case "find":
+            find(folder)
 
 
 if __name__ == "__main__":

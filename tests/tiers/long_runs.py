@@ -17,7 +17,7 @@ TESTS = Path(__file__).resolve().parents[1]
 STORED = Path(__file__).parent / "long_runs.json"
 PAGE = TESTS.parent / "docs" / "development" / "testing.md"
 _LONG = "pytest.mark.long"
-_HEAD = "| long test | minutes | date | outcome |\n|---|---|---|---|\n"
+HEAD = "| long test | minutes | date | outcome |\n|---|---|---|---|\n"
 NOT_RUN = "not run since"
 """Outcome of a function that has not run since runs are stored."""
 
@@ -57,7 +57,7 @@ def store(seconds: Mapping[str, float], outcomes: Mapping[str, Sequence[str]], t
     kept = {name: runs[name] for name in sorted(long_functions()) if name in runs}
     STORED.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     text = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(text.partition(_HEAD)[0] + table(), encoding="utf-8")
+    PAGE.write_text(text.partition(HEAD)[0] + table(), encoding="utf-8")
 
 
 def _outcome(cases: Sequence[str]) -> str:
@@ -74,7 +74,7 @@ def table() -> str:
         run = runs.get(name)
         last = f"{run['minutes']} | {run['date']} | {run['outcome']}" if run else f"| | {NOT_RUN}"
         rows.append(f"| `{name}` | {last} |\n")
-    return _HEAD + "".join(rows)
+    return HEAD + "".join(rows)
 
 
 def long_functions() -> set[str]:
@@ -98,9 +98,10 @@ def _long_functions(tree: ast.Module) -> Iterator[str]:
                 named[ast.unparse(target)].append(statement)
     whole_file = any(_mentions_long(statement, {}) for statement in named["pytestmark"])
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test"):
-            if whole_file or any(_mentions_long(mark, named) for mark in node.decorator_list):
-                yield node.name
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or not node.name.startswith("test"):
+            continue
+        if whole_file or any(_mentions_long(mark, named) for mark in node.decorator_list):
+            yield node.name
 
 
 def _mentions_long(node: ast.AST, named: Mapping[str, Sequence[ast.stmt]]) -> bool:
