@@ -28,7 +28,7 @@ _TOOL = 4
 
 def start() -> None:
     """Record the lines that `NEMO_RL_RECORDED_LINES` lists, in this process and those that it forks."""
-    if LINES not in os.environ:
+    if LINES not in os.environ or sys.monitoring.get_tool(_TOOL) is not None:  # Python may read a .pth file twice
         return
     wanted: dict[str, set[int]] = {
         file: set(lines) for file, lines in json.loads(Path(os.environ[LINES]).read_text()).items()

@@ -1,13 +1,17 @@
 """The choice of what moves weights to the engines, and when engines get only the parts that they read."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from nemo_rl.algorithms.rollout.refit import Refitter
 from nemo_rl.algorithms.rollout.sync_setup import choose_transport, make_refitter
 from nemo_rl.algorithms.runtime.device_sharing import MemorySharing
 from nemo_rl.config import ClusterConfig, GRPOMasterConfig, load_config
+from nemo_rl.weight_sync.transport import TransportSpec
+from nemo_rl.weight_sync.verify import SyncReceipt
 
 CONFIG = "examples/configs/grpo_math_cpu.yaml"
 ENGINES: Any = SimpleNamespace(workers_per_engine=2)
@@ -49,3 +53,22 @@ def test_engines_of_several_workers_get_parts_unless_blocks_of_float8_do_not_end
     cluster = config.cluster.model_copy(update={"num_nodes": 2})
     refitter = make_refitter(config.policy, cluster, POLICY, ENGINES, MemorySharing())
     assert refitter._lanes.wants_reads == sends_parts
+
+
+@pytest.mark.fast
+def test_a_sync_is_described_by_its_largest_receiver() -> None:
+    receipts = [SyncReceipt("one", 3, 10, 2_500_000), SyncReceipt("two", 3, 12, 1_000_000)]
+    engines: Any = SimpleNamespace(
+        workers_per_engine=1,
+        membership=7,
+        weight_version=0,
+        exclusively=nullcontext,
+        with_replacements=lambda once: receipts,
+    )
+    policy: Any = SimpleNamespace(weight_version=3, held=nullcontext)
+    refitter = Refitter(policy, engines, TransportSpec("shared_memory", run_id="t"), 1.0)
+    refitter.sync()
+    assert engines.weight_version == 3
+    sizes = refitter.last_sync
+    assert (sizes["sync_mb"], sizes["num_tensors"]) == (2.5, 12.0)
+    assert sizes["sync_mb_per_s"] * sizes["sync_s"] == pytest.approx(2.5, rel=0.01)
