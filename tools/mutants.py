@@ -88,6 +88,11 @@ class Mutant:
         """The line, as tests are recorded for it."""
         return f"{self.file}:{self.line}"
 
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """The fault, as its results name it."""
+        return self.place, self.operator, self.occurrence
+
 
 def choose(folder: Path, count: int, seed: int) -> None:
     """Draw faults, and write them to `plan.json` and their lines to `lines.json`."""
@@ -228,7 +233,9 @@ def run(folder: Path, copies: int, limit_s: float, minutes: float) -> None:
         or result["tests"] == len(hits.get(result["place"], []))
         and (result["left_out"] == 0 or result.get("limit_s", 0.0) >= limit_s)
     }
-    waiting = [mutant for mutant in _plan(folder) if _key({"place": mutant.place, **asdict(mutant)}) not in done]
+    tried = {_key(result) for result in _results(folder)}
+    waiting = [mutant for mutant in _plan(folder) if mutant.key not in done]
+    waiting.sort(key=lambda mutant: mutant.key in tried)  # new ones first
     free: Queue[Path] = Queue()
     for number in range(copies):
         free.put(_copy(folder / f"copy-{number}"))
@@ -339,7 +346,7 @@ def find(folder: Path) -> None:
     The faults are the first ones that are known to change what a test sees. The tests are those of the default tier,
     then those that `--affected 7` chooses: the same that `.ci/run` runs, in the order of their distance.
     """
-    plan = {_key({"place": mutant.place, **asdict(mutant)}): mutant for mutant in _plan(folder)}
+    plan = {mutant.key: mutant for mutant in _plan(folder)}
     killed = [plan[_key(result)] for result in _results(folder) if result["killed_by"]]
     out = sys.stdout
     out.write("| folder | fault | found by | minutes |\n|---|---|---|---|\n")
