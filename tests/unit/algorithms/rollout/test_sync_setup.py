@@ -72,3 +72,42 @@ def test_a_sync_is_described_by_its_largest_receiver() -> None:
     sizes = refitter.last_sync
     assert (sizes["sync_mb"], sizes["num_tensors"]) == (2.5, 12.0)
     assert sizes["sync_mb_per_s"] * sizes["sync_s"] == pytest.approx(2.5, rel=0.01)
+
+
+class Trial(Refitter):
+    """Syncs whose engines read one tensor and compute what is given; remembers which syncs are trials."""
+
+    def __init__(self, computed: list[bytes]) -> None:
+        engines: Any = SimpleNamespace(
+            workers_per_engine=2, membership=1, exclusively=nullcontext, with_replacements=lambda once: once()
+        )
+        policy: Any = SimpleNamespace(weight_version=1, held=nullcontext)
+        super().__init__(policy, engines, TransportSpec("collective", run_id="t"), 1.0)
+        self.trials: list[bool] = []
+        self._results = iter(computed)
+
+    def _transfer(self, is_trial: bool = False) -> list[SyncReceipt]:
+        self.trials.append(is_trial)
+        return [SyncReceipt("one", 1)]
+
+    def _on_engines(self, method: str, *args: Any) -> list[Any]:
+        return [method]
+
+    def _wait(self, calls: list[Any], phase: str) -> list[Any]:
+        return [{"weight": "block"}] * 2
+
+    def _computed(self) -> list[Any]:
+        return [[], [next(self._results)] * 2]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("computed", "trials"),
+    [([b"same", b"same"], [False, True, False]), ([b"same", b"other"], [False, True, False, False])],
+)
+def test_parts_are_sent_on_trial_first(computed: list[bytes], trials: list[bool]) -> None:
+    """Tensors of a trial are NaN where nothing was sent, so that an engine that reads more computes something else."""
+    refitter = Trial(computed)
+    refitter.sync()
+    refitter.sync()
+    assert refitter.trials == trials
