@@ -2,8 +2,9 @@
 
     uv run --with cosmic-ray==8.7.0 tools/mutants.py choose --count 120 --seed 1     which faults
     uv run tools/mutants.py record -- -n 2                                           which tests execute their lines
-    uv run --with cosmic-ray==8.7.0 tools/mutants.py run --copies 2                  stops and goes on where it was
+    uv run --with cosmic-ray==8.7.0 tools/mutants.py run --minutes 20                goes on where it was
     uv run tools/mutants.py table
+    uv run --with cosmic-ray==8.7.0 tools/mutants.py find                            what `.ci/run` finds
 
     choose ─► plan.json ─► record (runs the tests once) ─► hits.json ─► run ─► results.jsonl ─► table
 
@@ -17,10 +18,12 @@ All files lie in `build/mutants`. The faults are made by cosmic-ray (https://cos
 import argparse
 import ast
 import json
+import math
 import os
 import random
 import subprocess
 import sys
+import sysconfig
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -34,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tools" / "line_recorder")]
 
 from line_recorder import HITS, LINES, functions_by_line  # noqa: E402
-from tiers import durations  # noqa: E402
+from tiers import durations, reach  # noqa: E402
 
 FOLDERS = (
     "losses",
@@ -53,6 +56,12 @@ OPERATORS = (
     *("ReplaceTrueWithFalse", "ReplaceFalseWithTrue", "ReplaceBreak", "ReplaceContinue", "ZeroIteration", "Delete_Not"),
 )
 """Parts of the names of cosmic-ray's operators."""
+FOUND_IN = ("losses", "models/policy", "models/dtensor", "weight_sync", "data")
+"""Folders of `nemo_rl` with a fault for `find`."""
+_FILES_AT_ONCE = 8
+"""Test modules that `find` runs at once, the nearest first."""
+_NO_TESTS = 5
+"""Status with which pytest ends if no test was chosen."""
 _START_S = 60.0
 """Seconds that a run of pytest may take besides its tests."""
 
@@ -78,6 +87,11 @@ class Mutant:
     def place(self) -> str:
         """The line, as tests are recorded for it."""
         return f"{self.file}:{self.line}"
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """The fault, as its results name it."""
+        return self.place, self.operator, self.occurrence
 
 
 def choose(folder: Path, count: int, seed: int) -> None:
@@ -182,33 +196,55 @@ def _mutated(source: str, operator: str, occurrence: int) -> str | None:
 
 
 def record(folder: Path, arguments: Sequence[str]) -> None:
-    """Run the tests, and write `hits.json`: for each line of a fault the functions that execute it."""
+    """Run the tests, and write `hits.json`: for each line of a fault the functions that execute it.
+
+    Tests that were recorded before stay recorded.
+    """
     hits = folder / "hits"
     hits.mkdir(exist_ok=True)
-    environment = os.environ | {
-        LINES: str(folder / "lines.json"),
-        HITS: str(hits),
-        "PYTHONPATH": str(ROOT / "tools" / "line_recorder"),
-    }
+    environment = os.environ | {LINES: str(folder / "lines.json"), HITS: str(hits)}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "line_recorder", *arguments]
-    subprocess.run(command, cwd=ROOT, env=environment, check=False)
+    # Not in PYTHONPATH, which tests set for the programs that they start.
+    starter = Path(sysconfig.get_path("purelib")) / "line_recorder.pth"
+    recorder = str(ROOT / "tools" / "line_recorder")
+    starter.write_text(f"import sys; sys.path.append({recorder!r}); import line_recorder; line_recorder.start()\n")
+    try:
+        subprocess.run(command, cwd=ROOT, env=environment, check=False)
+    finally:
+        starter.unlink()
     found = {line: sorted(names) for line, names in functions_by_line(hits).items()}
     (folder / "hits.json").write_text(json.dumps(found, indent=1))
     planned = {mutant.place for mutant in _plan(folder)}
     sys.stdout.write(f"{len(planned & found.keys())} of {len(planned)} lines are executed by tests.\n")
 
 
-def run(folder: Path, copies: int, limit_s: float) -> None:
-    """Run the tests of each fault that has no result yet, each in a copy of the repository."""
+def run(folder: Path, copies: int, limit_s: float, minutes: float) -> None:
+    """Run the tests of each fault that has no result yet, each in a copy of the repository.
+
+    A fault that no test found runs again after other tests were recorded that execute its line, and with a higher limit
+    if tests were left out.
+    """
     results = folder / "results.jsonl"
-    done = {(result["place"], result["operator"], result["occurrence"]) for result in _results(folder)}
-    waiting = [mutant for mutant in _plan(folder) if (mutant.place, mutant.operator, mutant.occurrence) not in done]
     hits: dict[str, list[str]] = json.loads((folder / "hits.json").read_text())
+    done = {
+        _key(result)
+        for result in _results(folder)
+        if result["killed_by"]
+        or result["tests"] == len(hits.get(result["place"], []))
+        and (result["left_out"] == 0 or result.get("limit_s", 0.0) >= limit_s)
+    }
+    tried = {_key(result) for result in _results(folder)}
+    waiting = [mutant for mutant in _plan(folder) if mutant.key not in done]
+    waiting.sort(key=lambda mutant: mutant.key in tried)  # new ones first
     free: Queue[Path] = Queue()
     for number in range(copies):
         free.put(_copy(folder / f"copy-{number}"))
 
+    began = time.monotonic()
+
     def judge(mutant: Mutant) -> None:
+        if time.monotonic() - began > 60 * minutes:
+            return
         copy = free.get()
         try:
             verdict = _judge(mutant, hits.get(mutant.place, []), copy, limit_s)
@@ -224,12 +260,18 @@ def run(folder: Path, copies: int, limit_s: float) -> None:
         list(pool.map(judge, waiting))
 
 
+def _key(result: dict[str, Any]) -> tuple[str, str, int]:
+    return result["place"], result["operator"], result["occurrence"]
+
+
 def _copy(path: Path) -> Path:
-    """Make a clone of the repository's last commit."""
+    """Make a clone of the repository's last commit, or bring an earlier clone there: it may have a fault still."""
     if not path.exists():
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(path)], check=True)
         if not (shared := path.parent / "shared").exists():
             shared.symlink_to(ROOT.parent / "shared")
+    subprocess.run(["git", "fetch", "--quiet", str(ROOT), "HEAD"], cwd=path, check=True)
+    subprocess.run(["git", "reset", "--quiet", "--hard", "FETCH_HEAD"], cwd=path, check=True)
     return path
 
 
@@ -254,7 +296,8 @@ def _judge(mutant: Mutant, names: Sequence[str], copy: Path, limit_s: float) -> 
     finally:
         target.write_text(source, encoding="utf-8")
     left = sum(len(tests) - len(_within(tests, limit_s)) for tests in tiers.values())
-    return {"killed_by": None, "tests": len(timed), "left_out": left, "seconds": round(time.monotonic() - began, 1)}
+    seconds = round(time.monotonic() - began, 1)
+    return {"killed_by": None, "tests": len(timed), "left_out": left, "limit_s": limit_s, "seconds": seconds}
 
 
 def _within(tests: Sequence[tuple[float, str]], limit_s: float) -> list[tuple[float, str]]:
@@ -270,13 +313,17 @@ def _within(tests: Sequence[tuple[float, str]], limit_s: float) -> list[tuple[fl
 
 def _first_failure(copy: Path, tests: Sequence[tuple[float, str]]) -> str | None:
     """Run test functions until one fails; return its name, or None."""
-    allowed_s = _START_S + 4 * sum(seconds for seconds, _ in tests)
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not long", "-p", "no:cacheprovider", "--tb=no"]
-    environment = os.environ | {"PYTHONPATH": str(copy)}
+    names = [name for _, name in tests]
+    return _failed(copy, ["-m", "not long", *names], _START_S + 4 * sum(seconds for seconds, _ in tests))
+
+
+def _failed(copy: Path, arguments: Sequence[str], allowed_s: float) -> str | None:
+    """Run pytest until a test fails; return its name, or None."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--tb=no", *arguments]
     with subprocess.Popen(
-        [*command, *(name for _, name in tests)],
+        command,
         cwd=copy,
-        env=environment,
+        env=os.environ | {"PYTHONPATH": str(copy)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -287,10 +334,46 @@ def _first_failure(copy: Path, tests: Sequence[tuple[float, str]]) -> str | None
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, 9)
             return "no end"
-    if process.returncode == 0:
+    if process.returncode in (0, _NO_TESTS):
         return None
     failed = [line.split()[1] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     return failed[0] if failed else f"pytest ended with {process.returncode}"
+
+
+def find(folder: Path) -> None:
+    """Plant a fault in each of five folders, and run the tests that its file reaches, nearest first, until one fails.
+
+    The faults are the first ones that are known to change what a test sees. The tests are those of the default tier,
+    then those that `--affected 7` chooses: the same that `.ci/run` runs, in the order of their distance.
+    """
+    plan = {mutant.key: mutant for mutant in _plan(folder)}
+    killed = [plan[_key(result)] for result in _results(folder) if result["killed_by"]]
+    out = sys.stdout
+    out.write("| folder | fault | found by | minutes |\n|---|---|---|---|\n")
+    for part in FOUND_IN:
+        mutant = next(mutant for mutant in killed if mutant.file.startswith(f"nemo_rl/{part}/"))
+        began = time.monotonic()
+        found = _find(mutant, _copy(folder / "copy-0"))
+        minutes = (time.monotonic() - began) / 60
+        out.write(f"| {part} | `{mutant.place}`: `{mutant.after}` | {found or 'nothing'} | {minutes:.1f} |\n")
+        out.flush()
+
+
+def _find(mutant: Mutant, copy: Path) -> str | None:
+    target = copy / mutant.file
+    mutated = _mutated(target.read_text(encoding="utf-8"), f"core/{mutant.operator}", mutant.occurrence)
+    assert mutated is not None, "the plan is older than the repository"
+    target.write_text(mutated, encoding="utf-8")
+    near = reach.distances(copy, [mutant.file])
+    seconds = {file: sum(durations.stored().get(file.removeprefix("tests/"), {}).values()) for file in near}
+    nearest = sorted(near, key=lambda file: (near[file], seconds[file]))
+    for first in range(0, len(nearest), _FILES_AT_ONCE):
+        chosen = nearest[first : first + _FILES_AT_ONCE]
+        failed = _failed(copy, ["-m", "not full and not long", *chosen], _START_S + 4 * sum(map(seconds.get, chosen)))
+        if failed is not None:
+            return f"default tier: `{failed}`"
+    failed = _failed(copy, ["--affected", "7", "--since", "HEAD"], 20 * 60.0)
+    return None if failed is None else f"`--affected`: `{failed}`"
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -309,7 +392,7 @@ def table(folder: Path) -> None:
     hits: dict[str, list[str]] = json.loads((folder / "hits.json").read_text())
     out = sys.stdout
     lines = []
-    for result in _results(folder):
+    for result in {_key(result): result for result in _results(folder)}.values():
         part = next(part for part in FOLDERS if result["file"].startswith(f"nemo_rl/{part}/"))
         verdict = result["killed_by"] or ("lives" if hits.get(result["place"]) else "not executed")
         counts[part][verdict] += 1
@@ -343,7 +426,9 @@ def main() -> None:
     runner = commands.add_parser("run")
     runner.add_argument("--copies", type=int, default=2)
     runner.add_argument("--limit-s", type=float, default=180.0, help="stored seconds of tests for a fault and tier")
+    runner.add_argument("--minutes", type=float, default=math.inf, help="after which no further fault is begun")
     commands.add_parser("table")
+    commands.add_parser("find")
     given = parser.parse_args()
     folder = given.folder.resolve()
     match given.command:
@@ -352,9 +437,11 @@ def main() -> None:
         case "record":
             record(folder, [argument for argument in given.arguments if argument != "--"])
         case "run":
-            run(folder, given.copies, given.limit_s)
+            run(folder, given.copies, given.limit_s, given.minutes)
         case "table":
             table(folder)
+        case "find":
+            find(folder)
 
 
 if __name__ == "__main__":

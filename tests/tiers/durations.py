@@ -111,15 +111,16 @@ def store(measured: Mapping[str, float]) -> None:
     for file, functions in stored().items():
         kept = {name: seconds for name, seconds in functions.items() if f"{file}::{name}" not in measured}
         by_file[file] = {**kept, **by_file[file]}
-    joined = {file: _existing(HERE.parent / file, functions) for file, functions in sorted(by_file.items())}
-    rounded = {file: {name: round(joined[file][name], 1) for name in sorted(joined[file])} for file in joined}
+    joined = {
+        file: {name: functions[name] for name in sorted(functions.keys() & names_in(HERE.parent / file))}
+        for file, functions in sorted(by_file.items())
+    }
+    rounded = {file: {name: round(taken, 1) for name, taken in joined[file].items()} for file in joined}
     content = json.dumps({file: functions for file, functions in rounded.items() if functions}, indent=1)
     STORED.write_text(content + "\n", encoding="utf-8")
     stored.cache_clear()
 
 
-def _existing(path: Path, functions: dict[str, float]) -> dict[str, float]:
-    if not path.exists():
-        return {}
-    names = {*_test_functions(path), REST}
-    return {name: seconds for name, seconds in functions.items() if name in names}
+def names_in(path: Path) -> set[str]:
+    """Return the keys that the stored durations of a file may have."""
+    return {*_test_functions(path), REST} if path.exists() else set()

@@ -6,6 +6,7 @@
     pytest --affected 10           tests of the full tier that the change can reach, at most about 10 minutes of them
     pytest --rotating 5            a part of the full tier, about 5 minutes, another one after each commit
     pytest -m "not long" --store-durations    and write `durations.json`
+    pytest -m long --store-long-runs          and write `long_runs.json` and its table in the documentation
 
 Invariant: every worker of pytest-xdist chooses the same tests.
 """
@@ -14,12 +15,13 @@ import math
 import subprocess
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from datetime import date
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tiers import durations, reach
+from tiers import durations, long_runs, reach
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
@@ -36,6 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--since", metavar="COMMIT", help="the change of --affected is what differs from this commit")
     group.addoption("--rotating", type=float, metavar="MINUTES", help="the next part of the full tier")
     group.addoption("--store-durations", action="store_true", help="write tests/tiers/durations.json")
+    group.addoption("--store-long-runs", action="store_true", help="write tests/tiers/long_runs.json and its table")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -46,6 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.markexpr = "not long"  # who names a file wants all of its tests
     if config.getoption("store_durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Measured(), "measured durations")
+    if config.getoption("store_long_runs") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_LongRuns(), "long runs")
 
 
 def _chooses(config: pytest.Config) -> bool:
@@ -143,6 +148,13 @@ def _commits() -> str:
     ).stdout
 
 
+def _name_in(report: pytest.TestReport) -> str:
+    """Return the test of a report as `file::function`, without its case."""
+    file, _, rest = report.nodeid.partition("::")
+    function = rest.split("[")[0].rpartition("::")[2]
+    return f"{file.removeprefix('tests/')}::{function}"
+
+
 class _Measured:
     """Adds up the seconds of each function, with the fixtures that its cases set up."""
 
@@ -152,11 +164,32 @@ class _Measured:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if "long" in report.keywords:
             return
-        file, _, rest = report.nodeid.partition("::")
-        function = rest.split("[")[0].rpartition("::")[2]
-        self._seconds[f"{file.removeprefix('tests/')}::{function}"] += report.duration
+        self._seconds[_name_in(report)] += report.duration
 
     @pytest.hookimpl(wrapper=True)
     def pytest_sessionfinish(self) -> Iterator[None]:
         durations.store(self._seconds)
+        return (yield)
+
+
+class _LongRuns:
+    """Notes the seconds and outcomes of `long` tests."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._outcomes: dict[str, dict[str, str]] = defaultdict(dict)
+        """By function, then by case."""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if "long" not in report.keywords:
+            return
+        name = _name_in(report)
+        self._seconds[name] += report.duration
+        before = self._outcomes[name].get(report.nodeid, "passed")
+        self._outcomes[name][report.nodeid] = report.outcome if before == "passed" else before
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_sessionfinish(self) -> Iterator[None]:
+        outcomes = {name: list(cases.values()) for name, cases in self._outcomes.items()}
+        long_runs.store(self._seconds, outcomes, date.today())
         return (yield)

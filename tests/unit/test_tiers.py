@@ -1,10 +1,11 @@
 """The tiers of tests: the default tier stays within its budget, and a change finds the tests that it can reach."""
 
 import subprocess
+from datetime import date
 from pathlib import Path
 
 import pytest
-from tiers import durations, reach
+from tiers import durations, long_runs, reach
 
 pytestmark = pytest.mark.fast
 
@@ -28,6 +29,62 @@ def test_representatives_exist_and_take_long() -> None:
         if (functions.get(function, 0.0) if function else max(functions.values(), default=0.0)) <= durations.LONGEST_S:
             stale.append(name)
     assert stale == [], "these are in the default tier in any case, or do not exist"
+
+
+def test_stored_durations_are_of_functions_that_exist() -> None:
+    tests = Path(durations.HERE).parent
+    gone = [
+        f"{file}::{function}"
+        for file, functions in durations.stored().items()
+        for function in functions.keys() - durations.names_in(tests / file)
+    ]
+    assert gone == [], "rename or remove them in tests/tiers/durations.json"
+
+
+def test_the_page_of_tests_shows_the_last_run_of_each_long_function() -> None:
+    assert set(long_runs.stored()) <= long_runs.long_functions(), "tests/tiers/long_runs.json has tests that are gone"
+    assert long_runs.PAGE.read_text(encoding="utf-8").endswith(long_runs.table()), (
+        "a long function was added or renamed: `pytest -m long --store-long-runs` writes the table"
+    )
+
+
+LONG = """
+CASES = [1, pytest.param(2, marks=pytest.mark.long)]
+
+
+def cases():
+    return CASES
+
+
+@pytest.mark.long
+def test_a(): ...
+
+
+@pytest.mark.parametrize("case", cases())
+def test_b(case): ...
+
+
+def test_c(): ...
+"""
+
+
+def test_runs_of_long_functions_are_stored_with_their_outcomes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "test_a.py").write_text(LONG)
+    (tmp_path / "test_b.py").write_text("pytestmark = [pytest.mark.slow, pytest.mark.long]\ndef test_d(): ...\n")
+    (tmp_path / "page.md").write_text(f"# Tests\n\n{long_runs.HEAD}| gone |\n")
+    stored = tmp_path / "long_runs.json"
+    stored.write_text('{"test_a.py::test_gone": {"date": "2026-01-01", "minutes": 1.0, "outcome": "passed"}}')
+    for name, path in {"TESTS": tmp_path, "PAGE": tmp_path / "page.md", "STORED": stored}.items():
+        monkeypatch.setattr(long_runs, name, path)
+    outcomes = {"test_a.py::test_a": ["passed", "failed"], "test_b.py::test_d": ["skipped"]}
+    long_runs.store({"test_a.py::test_a": 90.0, "test_b.py::test_d": 0.1}, outcomes, date(2026, 3, 4))
+    assert (tmp_path / "page.md").read_text() == (
+        f"# Tests\n\n{long_runs.HEAD}"
+        "| `test_a.py::test_a` | 1.5 | 2026-03-04 | 1 of 2 failed |\n"
+        "| `test_a.py::test_b` | | | not run since |\n"
+        "| `test_b.py::test_d` | 0.0 | 2026-03-04 | skipped |\n"
+    )
+    assert set(long_runs.stored()) == {"test_a.py::test_a", "test_b.py::test_d"}
 
 
 FILES = {

@@ -1,6 +1,6 @@
 """Record which tests execute which lines, in the process of pytest and in every process that a test starts.
 
-    tools/mutants.py record ─► environment: LINES (a JSON file), HITS (a folder), PYTHONPATH (this folder)
+    tools/mutants.py record ─► environment: LINES (a JSON file), HITS (a folder); a .pth file in site-packages
                                   │
              every Python process ─► `start` ─► HITS/lines-PID: time, xdist worker, line
              pytest, as a plugin  ──────────► HITS/tests-PID: time, xdist worker, test function
@@ -21,14 +21,14 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-LINES, HITS = "NEMO_RL_RECORDED_LINES", "NEMO_RL_RECORDED_HITS"
+LINES, HITS, WORKER = "NEMO_RL_RECORDED_LINES", "NEMO_RL_RECORDED_HITS", "NEMO_RL_RECORDED_WORKER"
 _TOOL = 4
 """Number of the tool in `sys.monitoring`; 0 to 3 and 5 are those of debuggers, coverage and profilers."""
 
 
 def start() -> None:
     """Record the lines that `NEMO_RL_RECORDED_LINES` lists, in this process and those that it forks."""
-    if LINES not in os.environ:
+    if LINES not in os.environ or sys.monitoring.get_tool(_TOOL) is not None:  # Python may read a .pth file twice
         return
     wanted: dict[str, set[int]] = {
         file: set(lines) for file, lines in json.loads(Path(os.environ[LINES]).read_text()).items()
@@ -48,7 +48,7 @@ def start() -> None:
 
 def _write(kind: str, what: str) -> None:
     """Append a record; a file for each process, and nothing that has to be written at its end."""
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
+    worker = os.environ.get(WORKER, "main")
     record = f"{time.time():.4f} {worker} {what}\n"
     with open(f"{os.environ[HITS]}/{kind}-{os.getpid()}", "a") as file:
         file.write(record)
@@ -74,6 +74,8 @@ class _Tests:
 
 def pytest_configure(config: Any) -> None:
     """Record tests in the processes that run them."""
+    # Tests start programs without the variables of pytest.
+    os.environ[WORKER] = os.environ.get("PYTEST_XDIST_WORKER", "main")
     if LINES in os.environ and (hasattr(config, "workerinput") or not config.getoption("numprocesses", None)):
         config.pluginmanager.register(_Tests(), "recorded tests")
 

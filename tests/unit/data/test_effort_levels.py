@@ -162,3 +162,6 @@ def test_data_without_messages_is_refused_where_a_level_changes_the_prompt(qwen3
     with pytest.raises(DataError, match="row 0 has no `chat`"):
         EffortRows(rows, {"low": LEVELS["low"]}, 7, "train", qwen3)
     assert EffortRows(rows, {"high": LEVELS["high"]}, 7, "train", qwen3)[0]["effort"] == "high"
+    with_inputs = MixedDataset([GivenRows([problems(qwen3, 1)[0] | {"row_inputs": None}])])
+    with pytest.raises(DataError, match="row 0 has inputs next to its tokens"):
+        EffortRows(with_inputs, {"low": LEVELS["low"]}, 7, "train", qwen3)

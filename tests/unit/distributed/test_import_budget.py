@@ -25,6 +25,8 @@ class Budget(NamedTuple):
 DATA = frozenset({"datasets", "pandas"})
 MODELS = frozenset({"transformers", "torch._dynamo", "sympy", "math_verify"})
 ENGINES = frozenset({"vllm", "openai", "fastapi", "torch._inductor.lowering"})
+LOADING = ("datasets", "streams", "packing", "processors")
+"""Parts of `nemo_rl.data` that read, order and lay out rows."""
 BUDGETS = {
     "command line": Budget(("nemo_rl.launch.command_line",), 600, frozenset({"torch", "ray", "transformers"})),
     "driver": Budget(
@@ -49,7 +51,8 @@ BUDGETS = {
             "nemo_rl.models.generation.vllm.engine",
         ),
         6100,
-        DATA | {"nemo_rl.models.policy", "nemo_rl.models.dtensor", "nemo_rl.data"},
+        # Requests and answers carry `data.model_rows` and `data.routed_experts`; no engine loads data or packs rows.
+        DATA | {"nemo_rl.models.policy", "nemo_rl.models.dtensor", *(f"nemo_rl.data.{part}" for part in LOADING)},
     ),
 }
 COUNT = """

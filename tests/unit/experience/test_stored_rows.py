@@ -2,7 +2,7 @@
 
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,10 +24,11 @@ from nemo_rl.experience.metrics import rollout_metrics
 from nemo_rl.experience.runners.groups import GroupError, for_driver
 from nemo_rl.experience.runners.stored import messages_of, split, whole
 from nemo_rl.experience.trajectory import Outcome, Rollouts, Trajectory
-from nemo_rl.models.batch_rows import SCORE_KEYS, STORED_ROWS, BatchRows, StoredRows
+from nemo_rl.models.batch_rows import SCORE_KEYS, STORED_ROWS, BatchRows
 from nemo_rl.models.generation.interfaces import VersionSpan
 from nemo_rl.models.policy.batching import count_valid, scoring_rows, shard_batch
 from nemo_rl.models.policy.rank_calls import of_rows
+from nemo_rl.models.policy.workers.scoring import ScoringWorker
 
 PAD = 9
 PAD_T = torch.tensor([PAD])
@@ -162,8 +163,22 @@ def test_what_rows_share_does_not_depend_on_the_objects_that_hold_them(
     assert BatchRows.of(apart).prefixes() == BatchRows.of(of_one_object).prefixes() == expected
 
 
+class Rank(ScoringWorker):
+    """A rank whose model gives token t of a row -1 / (2 + its id + t), and twice that with the first weights."""
+
+    def __init__(self, scores: Callable[[BatchedDataDict[Any], float], torch.Tensor]) -> None:
+        self._gives_scores = True
+        self._scores = scores
+
+    def get_logprobs(self, data: BatchedDataDict[Any], sizes: Sequence[int]) -> torch.Tensor:
+        return self._scores(data, 1.0)
+
+    def get_reference_policy_logprobs(self, data: BatchedDataDict[Any], sizes: Sequence[int]) -> torch.Tensor:
+        return self._scores(data, 2.0)
+
+
 class Scorer:
-    """Scores rows in this process on two ranks; token t of a row gets -1 / (2 + its id + t)."""
+    """Scores rows in this process on two ranks; see `Rank`."""
 
     def _scores(self, rows: BatchedDataDict[Any], divisor: float) -> torch.Tensor:
         positions_T = torch.arange(rows["input_ids"].shape[1])
@@ -178,10 +193,11 @@ class Scorer:
     def keep_logprobs(self, data: BatchedDataDict[Any], *, of_reference: bool = False) -> Any:
         rows = scoring_rows("keep_logprobs", data, PolicyConfig.build(model_name="tiny"))
         sharded = shard_batch(rows, 2, FixedSize(2))
-        kept = []
-        for part in sharded.data:
-            whole_rows = BatchRows.of(part).whole()
-            kept.append(StoredRows(part).keep(whole_rows, self._scores(whole_rows, 2.0 if of_reference else 1.0)))
+        rank = Rank(self._scores)
+        kept = [
+            rank.keep_logprobs(part, sizes, of_reference)
+            for part, sizes in zip(sharded.data, sharded.sizes, strict=True)
+        ]
         return of_rows(sharded, kept)
 
 

@@ -102,6 +102,15 @@ def test_thinking_tokens_are_those_between_the_tags():
     assert turn("tokens", f"<think>{thought}").num_thinking_tokens == len(ids(thought))
 
 
+@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize(
+    ("text", "without_tags"),
+    [("<think>2 and 2</think>4<|im_end|>", "2 and 24"), ("4<|im_end|>", "4"), ("a<think>b", "ab")],
+)
+def test_the_text_of_a_turn_has_neither_tags_nor_special_tokens(kind, text, without_tags):
+    assert turn(kind, text).text == without_tags
+
+
 def test_the_tokens_of_a_tag_that_is_a_text_are_all_that_have_a_part_of_it():
     found = turn("several tokens", "4</think>5")
     ((start, end),) = found.malformed

@@ -1,5 +1,6 @@
 """No code of a folder runs unless the user asked for it: models, tokenizers, checkpoints, data, the current folder."""
 
+import ast
 import json
 import os
 import pickle
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from package_source import ROOT, files, tree_of
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from nemo_rl.config import TokenizerConfig
@@ -152,6 +154,17 @@ def test_the_script_of_a_data_set_does_not_run(tmp_path, mark):
     (folder / "rows.py").unlink()
     assert list(_load_hub(str(folder), None, "train", "data.train"))[0]["question"] == "1+1"
     assert not mark.exists()
+
+
+def test_only_a_tokenizer_may_run_the_code_in_its_folder() -> None:
+    trusting = [
+        f"{file.relative_to(ROOT)}:{word.value.lineno}"
+        for file in files()
+        if "trust_remote_code" in file.read_text(encoding="utf-8")
+        for word in ast.walk(tree_of(file))
+        if isinstance(word, ast.keyword) and word.arg == "trust_remote_code" and ast.unparse(word.value) != "False"
+    ]
+    assert {name.partition(":")[0] for name in trusting} == {"nemo_rl/data/tokenizer.py"}, trusting
 
 
 PLANTED = ("sitecustomize", "usercustomize", "argparse", "dataclasses", "json", "torch", "numpy", "transformers", "ray")

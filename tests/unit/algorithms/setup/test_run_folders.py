@@ -211,6 +211,7 @@ def test_parameters_are_counted_from_headers(tmp_path):
         (["checkpointing.save_consolidated=true"], 16),
         (["checkpointing.save_consolidated=true", "policy.precision=bfloat16"], 14),
         (["checkpointing.save_optimizer=false"], 8),
+        (["checkpointing.save_optimizer=false", "checkpointing.save_consolidated=true"], 8),
         (["policy.dtensor_cfg.lora_cfg.enabled=true"], 8),
         (["policy.optimizer.name=torch.optim.SGD"], 8),
     ],

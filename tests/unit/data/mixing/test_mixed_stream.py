@@ -10,10 +10,10 @@ import pytest
 import torch
 from numbered_prompts import collate, make_stream
 
-from nemo_rl.config import CurriculumConfig
+from nemo_rl.config import CurriculumConfig, load_config
 from nemo_rl.data.datasets.processed_dataset import MixedDataset
 from nemo_rl.data.streams.curriculum import Curriculum
-from nemo_rl.data.streams.mixed_stream import MixedPromptStream
+from nemo_rl.data.streams.mixed_stream import MixedPromptStream, training_stream
 from nemo_rl.data.streams.prompt_stream import DataExhausted, PromptPosition
 from nemo_rl.files.safe_load import load_plain
 from nemo_rl.utils.errors import DataError
@@ -102,6 +102,16 @@ def test_over_1000_steps_shares_are_the_weights_within_one_prompt() -> None:
     counts = Counter(name_of(position.row) for batch in steps_of(stream, 1, 1000) for position in batch)
     for name, weight in WEIGHTS.items():
         assert abs(counts[name] - 7000 * weight / 3.5) < 1
+
+
+def test_data_sets_without_weights_start_with_equal_shares() -> None:
+    entries = "data.train=[{name: big, dataset_name: arithmetic}, {name: small, dataset_name: arithmetic}]"
+    config = load_config("examples/configs/grpo_math_cpu.yaml", [entries, "data.curriculum.accuracy={}"])
+    rows = MixedDataset([Numbers(40), Numbers(40)], ["big", "small"])
+    stream = training_stream(config, rows, 8, collate_fn=lambda found: collate([row["idx"] for row in found]))
+    assert isinstance(stream, MixedPromptStream)
+    batch = stream.next_batch()
+    assert sum(position.row < 40 for position in batch.positions) == 4
 
 
 def test_each_epoch_of_a_data_set_has_each_row_once_in_its_own_order() -> None:

@@ -121,6 +121,9 @@ def test_packing_metrics_equal_hand_computed_values():
     assert stats["waste_ratio"] == pytest.approx(7 / 20)
     assert stats["bin_balance"] == pytest.approx(4 / 9)
     assert stats["packing_efficiency"] == 1.0
+    assert (stats["min_bin_tokens"], stats["max_bin_tokens"]) == (4, 9)
+    nothing = packer.compute_metrics([], [])
+    assert nothing["waste_ratio"] == 1.0 and not any(nothing[key] for key in nothing.keys() - {"waste_ratio"})
     packer.pack([10])
     assert packer.get_aggregated_metrics()["average_utilization"] == pytest.approx(23 / 30)
     packer.reset_metrics()

@@ -1,7 +1,9 @@
 """Recorded updates: they are those that are made, on one rank and on several, and recording changes none of them."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.policy.batching import count_valid, shard_batch, training_strategy
-from nemo_rl.models.policy.workers.rank import PolicyWorker
+from nemo_rl.models.policy.workers.rank import PolicyRank, PolicyWorker
 from nemo_rl.models.policy.workers.update_recorder import ROW_NUMBERS, RankUpdate, UpdateRecorder
 from nemo_rl.models.training.tensor_checks import BlockFingerprints, fingerprint, fingerprints_here, joined
 
@@ -172,3 +174,20 @@ def _pieces_of_one_row(rank: int, world_size: int) -> BlockFingerprints:
 def test_a_rank_without_rows_of_a_sharded_tensor_has_no_piece() -> None:
     first, second = run_ranks(_pieces_of_one_row, 2)
     assert first["w"][1] == fingerprint(torch.ones(1, 3)) and second == {}
+
+
+class Rank(PolicyRank):
+    """A rank without a process group and a model, whose recorder remembers that it was stopped."""
+
+    def __init__(self) -> None:
+        self.recorder = None
+
+
+def test_taking_updates_ends_the_recording_and_without_one_there_are_none() -> None:
+    rank, update = Rank(), RankUpdate(losses=[1.0])
+    assert rank.take_updates() == []
+    recorder = SimpleNamespace(stop_watching=mock.Mock(), take=lambda: [update])
+    rank.recorder = recorder  # type: ignore[assignment]
+    assert rank.take_updates() == [update]
+    recorder.stop_watching.assert_called_once_with()
+    assert rank.recorder is None

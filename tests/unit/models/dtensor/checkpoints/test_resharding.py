@@ -11,12 +11,21 @@ from safetensors.torch import load_file
 from test_policy_checkpoint import _save, _worker
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from trained_states import assert_equal_states, update, whole_state
 from transformers import PreTrainedModel
 
 from nemo_rl.distributed.ranks.tensor_block import TensorBlock, whole_block
 from nemo_rl.models.dtensor.checkpoints import model_files as checkpoint_io
-from nemo_rl.models.dtensor.checkpoints.model_files import BlockToWrite, join_pieces, prepare_weights, write_parts
+from nemo_rl.models.dtensor.checkpoints.model_files import (
+    BlockToWrite,
+    join_pieces,
+    parts_of_this_rank,
+    prepare_weights,
+    write_parts,
+)
 from nemo_rl.models.dtensor.checkpoints.training_state import load_training_state, prepare_training_state
 from nemo_rl.models.dtensor.optimizer import build_optimizer, build_scheduler, optimizer_settings
 from nemo_rl.models.training.interfaces import CheckpointPaths
@@ -109,6 +118,25 @@ def test_ranks_may_hold_different_parameters(tmp_path) -> None:
         assert_equal_states(_load_stage(0, 1, str(tmp_path), None), moments)
         mine = _load_stage(0, 1, str(tmp_path), 1)
     assert_equal_states(mine, {name: last[name] for name in mine})
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4])
+def test_each_element_is_written_by_one_rank(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two copies of two shards, of which the second may be empty, and whole tensors next to them."""
+    written = {"sharded": torch.zeros(rows, 2), "whole": torch.zeros(2), "other": torch.zeros(3)}
+    monkeypatch.setattr(dist, "all_gather_object", lambda found, mine: found.__setitem__(slice(None), [mine] * 4))
+    for rank in range(4):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+        try:
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+            sharded = distribute_tensor(torch.ones(rows, 2), mesh, [Replicate(), Shard(0)], src_data_rank=None)
+            weights = {"sharded": sharded, "whole": torch.ones(2), "other": torch.ones(3)}
+            for part in parts_of_this_rank(weights.items(), weights):
+                assert part.values.shape == part.block.shape and part.values.numel() > 0
+                part.block.of(written[part.name]).add_(part.values)
+        finally:
+            dist.destroy_process_group()
+    assert all(torch.equal(counts, torch.ones_like(counts)) for counts in written.values())
 
 
 def test_missing_or_short_pieces_are_noticed(tmp_path) -> None:
