@@ -1,17 +1,14 @@
 """Parts of the policy gradient: the tensors of a microbatch, policy ratios, importance weights and objectives.
 
 `policy_gradient` picks one ratio, one weight and one objective at construction. Objectives are element-wise losses to
-minimise, to which the caller applies masks, weights and reductions. Invariant: a ratio is differentiable in the current
-log-probabilities and bounded; an importance weight is neither, and 0 where it overflows.
+minimise, to which the caller applies masks, weights and reductions. `make_policy_batch` aligns, masks and cleans the
+tensors of a microbatch.
 
-Align, mask and clean the tensors of one policy-gradient microbatch.
+Invariants: a ratio is differentiable in the current log-probabilities and bounded; an importance weight is neither, and
+0 where it overflows. After `make_policy_batch` every log-probability is finite, or NaN because of a real error, and
+entries that do not count are exactly 0, so no later formula has to handle padding.
 
-Invariant: after `make_policy_batch` every log-probability is finite, or NaN because of a real error, and entries that
-do not count are exactly 0, so no later formula has to handle padding.
-
-Legend: `B` samples, `T` predicted positions.
-
-Legend: `B` samples, `T` here the T-1 predicted positions of sequences of T tokens.
+Legend: `B` samples, `T` the predicted positions, one fewer than the tokens of a sequence.
 """
 
 import math
