@@ -6,9 +6,9 @@ by global token counts. No parameter is renamed.
 Compilation (`compile_layers`) turns chains of elementwise operations into one kernel. Each decoder layer is compiled
 separately, before FSDP2 shards it, and its hooks (gathering of weights, activation checkpointing) stay outside of the
 compiled code. Attention is not compiled, because it has its own kernels. All layers of a kind share one compilation
-that accepts microbatches of any size, so a model compiles a few times per run. Invariant: scores and gradients are those
-of uncompiled layers up to rounding. Compiled code in bfloat16 rounds less often, because the intermediate values of a
-chain stay in float32.
+that accepts microbatches of any size, so a model compiles a few times per run. Invariant: scores and gradients equal
+those of uncompiled layers up to rounding. Compiled code in bfloat16 rounds less often, because the intermediate values
+of a chain stay in float32.
 
 Some parameters of a model compute in float32, while FSDP2 rounds the others (`shard_in_float32`). FSDP2 has one
 precision for all parameters that it gathers together, and a float32 parameter may be in the same module as rounded

@@ -254,8 +254,7 @@ class _PassThrough(nn.Module):
 
 
 class _Through(nn.Module):
-    """Wraps the first or last layer of the list, replaces its input with received hidden states, and keeps its output.
-    """
+    """Wraps the first or last layer of the list: feeds received hidden states into the layer, and keeps its output."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
