@@ -21,7 +21,7 @@ from nemo_rl.models.megatron.conversion.parts import Grouped, Part, Rule, Stacke
 from nemo_rl.utils.errors import ConfigError
 
 type LayerRules = Callable[[Any, int, str, str], Iterator[Rule]]
-"""Yields the rules of attention or MLP of a layer; called with `(config, layer number, parameter prefix, hub prefix)`."""
+"""Yields the rules of a layer's attention or MLP; takes `(config, layer number, parameter prefix, hub prefix)`."""
 
 _GATED = Stacked(2)
 
