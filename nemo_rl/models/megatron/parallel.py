@@ -152,7 +152,7 @@ def _answer_for_cuda() -> None:
 
 
 def _replace_random_state() -> None:
-    """Make Megatron Core save and restore the CPU's generator, so that recomputed layers draw the same numbers again."""
+    """Make Megatron Core save and restore the CPU's generator, so that recomputed layers draw the same numbers."""
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)

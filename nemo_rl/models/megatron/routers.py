@@ -137,7 +137,7 @@ class _LayerReplay:
 
     def __init__(self) -> None:
         self.experts: Tensor | None = None
-        """`[N, k]` int64 recorded experts of the router's tokens, -1 for tokens without; None if nothing is replayed."""
+        """`[N, k]` int64 recorded experts of the router's tokens, -1 where none are; None if nothing is replayed."""
 
     def get_replay_topk(
         self,

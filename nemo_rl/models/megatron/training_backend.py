@@ -97,7 +97,7 @@ class MegatronTraining(FolderBackend):
         return MeshPlace
 
     def environment(self, policy: PolicyConfig) -> dict[str, str]:
-        """Return variables that limit each GPU to one hardware queue, and that batch the messages of context parallelism.
+        """Return variables that limit each GPU to one hardware queue and batch the messages of context parallelism.
 
         Megatron Core starts a transfer before the product that overlaps with it, and relies on the GPU to keep this
         order (`core/tensor_parallel/layers.py`), which one hardware queue guarantees.
