@@ -71,8 +71,7 @@ class TensorGroup:
     target: str
     """Name of the result, or of the first result if there are several."""
     sources: dict[str, str]
-    """`{name of a tensor: pattern of the converter that the name matches}`, in the order that the converter requires.
-    """
+    """Pattern of the converter that each tensor matches, by the tensor's name, in the order that the converter needs."""
     converter: WeightConverter | None
     """Converter of transformers; None for a single tensor that is only renamed, or keeps its name."""
 

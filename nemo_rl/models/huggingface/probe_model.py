@@ -25,8 +25,7 @@ logger = logging.getLogger(__name__)
 
 _VOCAB, _INNER = 512, 64
 _GAIN = 2.4
-"""Standard deviation of a projection's outputs for normalized inputs, large enough that every operation has an effect.
-"""
+"""Standard deviation of a projection's outputs for normalized inputs, so large that every operation has an effect."""
 _NOISE = 0.1
 _INNER_SIZES = (
     "intermediate_size",
