@@ -31,7 +31,7 @@ class Lane:
 
     spec: TransportSpec
     sender: int = 0
-    """Trainer rank that sends. Without collectives, ranks on every node or device make the weights available instead."""
+    """Trainer rank that sends, for collectives. Other transports use a rank on every node or device instead."""
     parts: BlocksByName | None = None
     """Parts of tensors that the workers receive; None for whole tensors."""
 

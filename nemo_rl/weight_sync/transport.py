@@ -175,7 +175,7 @@ class SharedMemorySender:
         self._buffers: dict[int, SharedBuffer] = {}
 
     def buffer(self, num_bytes: int, index: int) -> torch.Tensor:
-        """See `SenderTransport.buffer`. A larger buffer is allocated anew, so that mappings of the old one stay valid."""
+        """See `SenderTransport.buffer`. A larger buffer is new memory, so that mappings of the old one stay valid."""
         slot = index % _NUM_BUFFERS
         held = self._buffers.get(slot)
         if held is None or held.flat.numel() < num_bytes:

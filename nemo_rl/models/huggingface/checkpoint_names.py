@@ -71,7 +71,7 @@ class TensorGroup:
     target: str
     """Name of the result, or of the first result if there are several."""
     sources: dict[str, str]
-    """Pattern of the converter that each tensor matches, by the tensor's name, in the order that the converter needs."""
+    """For each tensor by name, the pattern of the converter that it matches, in the order that the converter needs."""
     converter: WeightConverter | None
     """Converter of transformers; None for a single tensor that is only renamed, or keeps its name."""
 
