@@ -150,7 +150,7 @@ class WeightSender:
         return buckets
 
     def _packed(self, number: int, step: PackingStep, blocks: Mapping[str, Blocks]) -> Bucket:
-        """Return the bucket of a lane in a step; its buffer is filled if this rank packs for the lane."""
+        """Return the bucket of a lane in a step. Its buffer is filled if this rank packs for the lane."""
         lane, transport, layout = self._lanes[number], self._transports[number], step.layouts[number]
         is_last = self._index == len(self._steps) - 1
         sent = layout if self._encoding is None else encoded_layout(layout, self._encoding)
@@ -239,7 +239,7 @@ class WeightReceiver:
             torch.cuda.synchronize(flat.device)
 
     def finish(self, unbound: list[str]) -> SyncReceipt:
-        """Return the receipt of the stream; `unbound` are the names of engine parameters that received nothing."""
+        """Return the receipt of the stream. `unbound` are the names of engine parameters that received nothing."""
         self._receipt.unbound = unbound
         return self._receipt
 

@@ -234,7 +234,7 @@ class BlockExchange:
     def _sends(
         self, leaving: Sequence[tuple[Move, torch.Tensor]], device: torch.device
     ) -> tuple[list[P2POp], list[torch.Tensor]]:
-        """Return one message to each target rank, and the buffers; messages with the same content share a buffer."""
+        """Return one message to each target rank, and the buffers. Messages with the same content share a buffer."""
         pieces: dict[int, list[BucketEntry]] = {}
         for move, values in leaving:
             pieces.setdefault(move.target, []).append(BucketEntry(move.name, values, move.block))

@@ -94,7 +94,6 @@ class LaneChoice:
 
     Args:
         spec: settings of the transport; for collectives, this class fills in addresses and receivers.
-        trainers: the trainer ranks.
         workers_per_engine: number of workers of each engine.
         send_parts: whether parts may be sent.
     """
@@ -132,7 +131,7 @@ class LaneChoice:
         return self._lanes
 
     def _key(self, num_workers: int, membership: int) -> tuple[int, int, bool]:
-        """Return the values on which the lanes depend; if they change, new lanes are made."""
+        """Return the values on which the lanes depend. If they change, new lanes are made."""
         return num_workers, membership, self._reads is None
 
     def _make(self, num_workers: int, membership: int) -> list[LaneOfWorkers]:

@@ -50,7 +50,6 @@ def block_of_view(shape: tuple[int, ...], offset: int, view: torch.Tensor) -> Te
     """Return a block of a contiguous tensor that contains all elements of a view of the tensor.
 
     Args:
-        shape: shape of the tensor.
         offset: index of the tensor's first element in its storage.
         view: the view, which may have any strides.
 
@@ -85,7 +84,7 @@ def _follows(view: torch.Tensor, sizes: tuple[int, ...], shape: tuple[int, ...])
 
 
 def _merged(steps: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return dimensions as pairs (stride, size), sorted by stride; contiguous neighbouring dimensions are joined."""
+    """Return dimensions as pairs (stride, size), sorted by stride. Contiguous neighbouring dimensions are joined."""
     merged: list[tuple[int, int]] = []
     for stride, size in sorted(steps):
         if size == 1:
@@ -189,7 +188,7 @@ class SharedReads[K: Hashable]:
         self._kept: dict[K, torch.Tensor] = {}
 
     def of(self, key: K) -> torch.Tensor:
-        """Return the tensor of one block; call this once for each block."""
+        """Return the tensor of one block. Call this once for each block."""
         if key not in self._kept:
             self._kept[key] = self._read(key)
         found = self._kept[key]
@@ -204,7 +203,6 @@ class ReadableWeights:
 
     Args:
         weights: the weights, in any order.
-        device: device of the values.
         finish: called when all weights have been read.
     """
 
@@ -232,7 +230,6 @@ class WholeWeights:
     Args:
         iterate: yields names and tensors. It is called once for each stream, and once before the first stream for the
             descriptions.
-        device: device of the tensors.
     """
 
     def __init__(

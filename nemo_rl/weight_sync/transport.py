@@ -45,7 +45,7 @@ TransportName = Literal["shared_memory", "cuda_ipc", "collective"]
 
 @dataclass(frozen=True)
 class TransportSpec:
-    """Settings that both halves of a transport share; the controller makes them."""
+    """Settings that both halves of a transport share. The controller makes them."""
 
     name: TransportName
     """The kind of transport."""
@@ -410,7 +410,7 @@ class GroupMember:
             torch.cuda.current_stream(flat.device).synchronize()
 
     def _limit(self, num_bytes: int) -> timedelta:
-        """Return the time limit of a broadcast; it may be long for gloo, which reports a process that has ended."""
+        """Return the time limit of a broadcast. It may be long for gloo, which reports a process that has ended."""
         if not self._on_gpu:
             return self._timeout
         return min(self._timeout, timedelta(seconds=BROADCAST_TIMEOUT_S + num_bytes / LEAST_BYTES_PER_S))

@@ -48,7 +48,7 @@ def why_not_3(device: torch.device) -> str:
 
 
 def use_flash_attention(version: int, device: torch.device) -> None:
-    """Make this process use a version of flash attention; version 2 is torch's own and changes nothing.
+    """Make this process use a version of flash attention. Version 2 is torch's own and changes nothing.
 
     Raises:
         ConfigError: version 3 cannot run here.
@@ -189,7 +189,7 @@ def _by_package(
 
 
 def _window_size(bounds: Bounds, scoring: Scoring) -> tuple[int, int]:
-    """Return the numbers of keys that a query sees left and right of its own key; -1 means all, and is fastest."""
+    """Return the numbers of keys that a query sees left and right of its own key. -1 means all, and is fastest."""
     window = scoring.window
     return (-1 if window is None or window >= bounds.longest_keys else window - 1, 0)
 

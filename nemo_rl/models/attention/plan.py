@@ -40,7 +40,7 @@ class Scoring:
 
 
 class Piece(NamedTuple):
-    """Queries `[query_start, query_stop)` that see keys `[key_start, key_stop)` causally; see the module docstring."""
+    """Queries `[query_start, query_stop)` that see keys `[key_start, key_stop)` causally (see the module docstring)."""
 
     query_start: int
     query_stop: int
@@ -115,7 +115,7 @@ class AttentionPlan:
 
     @property
     def is_one_triangle(self) -> bool:
-        """Whether the plan is plain causal attention over the row; False if this is not known."""
+        """Whether the plan is known to be plain causal attention over the row."""
         return len(self.pieces) == 1 and self.pieces[0].queries == self.pieces[0].keys
 
     def within(self, window: int | None) -> "AttentionPlan":
@@ -150,7 +150,7 @@ class AttentionPlan:
         return edges[-1] if adjoin else None
 
     def keys_in_a_row(self, tensor: Tensor) -> Tensor:
-        """Return keys or values `[b, H, T, D]` piece after piece; keys in several pieces are repeated."""
+        """Return keys or values `[b, H, T, D]` piece after piece. Keys in several pieces are repeated."""
         if self._adjoining_keys == tensor.shape[2]:
             return tensor
         parts = self._by_piece(tensor)
@@ -200,7 +200,7 @@ class PackedRow(AttentionPlan):
 
     @cached_property
     def pieces(self) -> list[Piece]:  # type: ignore[override]
-        """The pieces of the row; reading this property waits for the device."""
+        """The pieces of the row. Reading this property waits for the device."""
         return [Piece(start, stop, start, stop) for start, stop in pairwise(self._row.queries.tolist())]
 
     @property
@@ -217,5 +217,5 @@ class PackedRow(AttentionPlan):
         return tensor
 
     def bounds(self, rows: int, device: torch.device) -> Bounds:
-        """Return the bounds of the row; a packed microbatch has only one row."""
+        """Return the bounds of the row. A packed microbatch has only one row."""
         return self._row

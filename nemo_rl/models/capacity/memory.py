@@ -54,7 +54,6 @@ def keys_per_token(policy: PolicyConfig, rows_per_prompt: int) -> int:
     If every sequence has a different prompt, sequences share at most a system prompt, which is assumed to be short.
 
     Args:
-        policy: the policy section.
         rows_per_prompt: number of sequences of a batch that begin with the same prompt, including branches of a
             session.
     """
@@ -69,7 +68,6 @@ def microbatch_tokens(policy: PolicyConfig, *, trains: bool, rows_per_sample: in
     """Return the number of tokens of the largest microbatch that a policy section allows.
 
     Args:
-        policy: the policy section.
         trains: whether the microbatch is one of training.
         rows_per_sample: number of rows of each sample that `train_micro_batch_size` counts; 2 for pairs.
     """
@@ -173,8 +171,6 @@ def engine_memory(
     """Predict the memory of a rank of the engines that a section describes.
 
     Args:
-        model: configuration of the model.
-        generation: section of the engines.
         itemsize: bytes of a number in the engine, except for those of a float8 cache.
         quantization: the weights that the engine holds in float8; None if there are none.
     """

@@ -70,7 +70,7 @@ class Parameters:
         return self.matrices + self.vectors + self.experts
 
     def add(self, parameter: Tensor) -> None:
-        """Add the elements of a tensor; a tensor with three dimensions holds the experts of a layer."""
+        """Add the elements of a tensor. A tensor with three dimensions holds the experts of a layer."""
         kind = {1: "vectors", 3: "experts"}.get(parameter.dim(), "matrices")
         setattr(self, kind, getattr(self, kind) + parameter.numel())
         self.largest = max(self.largest, parameter.numel())
@@ -133,7 +133,6 @@ def trace_model(
     """Count the parameters and saved tensors of a model.
 
     Args:
-        config: configuration of the model.
         tokens: number of tokens of a microbatch.
         dtype: dtype in which the model computes.
         scores: whether the model has a scalar head.
@@ -198,7 +197,7 @@ def _count(parameters: Iterable[nn.Parameter]) -> Parameters:
 
 
 class _Recorder:
-    """Counts the tensors that autograd saves, by layer and place in the layer; of equal layers only one is run."""
+    """Counts the tensors that autograd saves, by layer and place in the layer. Of equal layers only one is run."""
 
     def __init__(self, hf: PreTrainedModel, layers: Sequence[nn.Module], kept_operators: Collection[str]) -> None:
         self.of_layer: dict[int, Activations] = {}
@@ -214,7 +213,7 @@ class _Recorder:
         self._block_inputs: set[int] | None = None
 
     def all_layers(self) -> list[Activations]:
-        """Return the activations of each layer; the list is empty if nothing was recorded."""
+        """Return the activations of each layer. The list is empty if nothing was recorded."""
         return [self.of_layer[index] for index in self._first] if self.of_layer else []
 
     @contextmanager
@@ -376,10 +375,7 @@ class RankMemory(ABC):
         """Return the memory plan of the rank that needs the most memory.
 
         Args:
-            policy: section of the model.
-            layout: sizes of the mesh axes.
             model: configuration of the whole model.
-            work: work of a rank.
         """
         tokens, dtype = ceil(work.tokens / layout.cp), torch_dtype(policy.precision)
         scores = policy.reward_model_cfg.enabled
@@ -414,7 +410,7 @@ class RankMemory(ABC):
 
     @property
     def head(self) -> float:
-        """Bytes of this rank's part of the head in float32; 0 without a head."""
+        """Bytes of this rank's part of the head in float32, or 0 without a head."""
         return self.has_head * self.trace.vocabulary * self.trace.hidden / self.layout.tp * WIDE
 
     def logits(self, tensors: int) -> float:

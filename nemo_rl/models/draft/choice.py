@@ -35,7 +35,7 @@ def shape_of(policy: PolicyConfig) -> DraftShape:
 
 
 def draft_folder(name: str) -> Path:
-    """Return the folder of a draft model; a hub id is downloaded if it is not in the cache.
+    """Return the folder of a draft model. A hub id is downloaded if it is not in the cache.
 
     Raises:
         ConfigError: the name is a path that does not exist.

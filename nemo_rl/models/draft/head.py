@@ -81,7 +81,7 @@ class _FeedForward(nn.Module):
 
 
 class _Layer(nn.Module):
-    """A decoder layer; the first one also reads the embedding of the next token."""
+    """A decoder layer. The first one also reads the embedding of the next token."""
 
     def __init__(self, shape: DraftShape, *, first: bool) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class _Layer(nn.Module):
 
 
 class DraftHead(nn.Module):
-    """The draft model, without the policy's embedding and without a loss; see the module docstring."""
+    """The draft model, without the policy's embedding and without a loss (see the module docstring)."""
 
     d2t: Tensor | None
     """`[draft_vocab_size]` int64: for each token that can be proposed, the policy's id minus the draft model's id. None
@@ -219,8 +219,6 @@ def prepared_draft(head: DraftHead, optimizer: Optimizer, paths: CheckpointPaths
     """Yield functions that write the draft model's files from copies of its state, in a collective call.
 
     Args:
-        head: the draft model.
-        optimizer: optimizer of the draft model.
         paths: folders of the checkpoint; without an optimizer folder only the weights are written.
     """
     yield partial(_write_weights, head, _copies(get_model_state_dict(head, options=_WHOLE)), paths.weights / FOLDER)

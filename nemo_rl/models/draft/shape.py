@@ -199,7 +199,7 @@ _MODULE, _PUBLISHED = "layers.0.", "midlayer."
 
 
 def published(name: str, num_layers: int) -> str:
-    """Return the name that published EAGLE-3 heads use for a tensor; they call a single layer `midlayer`."""
+    """Return the name that published EAGLE-3 heads use for a tensor. They call a single layer `midlayer`."""
     if num_layers == 1 and name.startswith(_MODULE):
         return _PUBLISHED + name.removeprefix(_MODULE)
     return name

@@ -149,7 +149,7 @@ class Taps:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Run a block in which the hidden states of a forward pass are kept; they are dropped at its end."""
+        """Run a block in which the hidden states of a forward pass are kept. They are dropped at its end."""
         self._watching, self._kept = True, {}
         try:
             yield
@@ -227,7 +227,7 @@ class DraftModel(nn.Module):
 
 
 class DraftTrainer:
-    """Trains a draft model on the passes of the policy's training; see the module docstring.
+    """Trains a draft model on the passes of the policy's training (see the module docstring).
 
     Args:
         model: the draft model, sharded or not.
@@ -272,7 +272,7 @@ class DraftTrainer:
             self._rows = None
 
     def learn(self, hidden_KD: Tensor, target: OutputHead) -> None:
-        """Add the draft model's gradients for the microbatch of `watching`; do nothing outside of `watching`.
+        """Add the draft model's gradients for the microbatch of `watching`, or do nothing outside of `watching`.
 
         Args:
             hidden_KD: the policy's hidden states at the scored positions.
@@ -340,7 +340,6 @@ class DraftTrainer:
 
         Args:
             dtype: type to which floating-point tensors are cast; None keeps float32.
-            device: device to which tensors are moved.
         """
         for number, (name, tensor) in enumerate(self.head.state_dict(keep_vars=True).items()):
             place, order = block_here(tensor), (sys.maxsize, number)
@@ -365,7 +364,6 @@ def build_draft_model(
     the policy's forward pass.
 
     Args:
-        config: the policy section.
         mesh: the ranks with different tokens, which shard the weights.
         dtype: dtype of the forward and backward pass; the weights are float32.
         device: device on which the draft model computes.

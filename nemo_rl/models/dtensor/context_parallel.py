@@ -103,7 +103,7 @@ class Chunks:
 
 
 def _pieces(edges: Sequence[int], count: int, chunk: int, place: int) -> list[Piece]:
-    """Cut chunk `chunk` of `count` chunks at the borders of sequences; `place` is the index of its first query."""
+    """Cut chunk `chunk` of `count` chunks at the borders of sequences. `place` is the index of its first query."""
     length = edges[-1] // count
     begin, end = chunk * length, (chunk + 1) * length
     met = [

@@ -267,7 +267,7 @@ def _run_on_part(
 
 
 class _NoTokens(torch.autograd.Function):
-    """Return the empty output of experts without tokens; the gradients of their parameters are zeros."""
+    """Return the empty output of experts without tokens. The gradients of their parameters are zeros."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, *parameters: Tensor) -> Tensor:

@@ -152,7 +152,7 @@ def find_transform(hf: PreTrainedModel) -> LogitTransform | None:
 
 
 def _suggested(hf: PreTrainedModel) -> Iterator[LogitTransform]:
-    """Yield every combination of the scales and caps that the configuration names; the last has none of them."""
+    """Yield every combination of the scales and caps that the configuration names. The last has none of them."""
     config = hf.config.get_text_config()
 
     def values(names: tuple[str, ...]) -> list[float]:

@@ -102,7 +102,7 @@ class LoraLinear(nn.Module):
 
     @torch.no_grad()
     def merged_weight(self, device: torch.device) -> Tensor:
-        """Return `W + (alpha / dim) B A` as a new tensor on `device`; collective and sharded like W if W is sharded."""
+        """Return `W + (alpha / dim) B A` as a new tensor on `device`, sharded like W. Collective if W is sharded."""
         a, b, weight = (t.detach().to(device) for t in (self.lora_A, self.lora_B, self.weight))
         if not isinstance(weight, DTensor):
             return torch.addmm(weight, b, a, alpha=self.scaling)
@@ -151,7 +151,7 @@ def apply_lora(hf: PreTrainedModel, config: LoraConfig, seed: int) -> list[str]:
 
 
 def adapted_modules(hf: nn.Module) -> dict[str, LoraLinear]:
-    """Return the adapted layers by name; the dict is empty without LoRA."""
+    """Return the adapted layers by name. The dict is empty without LoRA."""
     return {name: module for name, module in hf.named_modules() if isinstance(module, LoraLinear)}
 
 
@@ -226,7 +226,7 @@ _MERGE_TOLERANCE = 1e-5
 def save_adapter(
     hf: PreTrainedModel, config: LoraConfig, base_name: str, weights_path: Path, keep: Keep = as_it_is
 ) -> Write:
-    """Prepare to write the adapter; all ranks take part, and rank 0 writes.
+    """Prepare to write the adapter. All ranks take part, and rank 0 writes.
 
     Args:
         hf: the adapted model, sharded or not.

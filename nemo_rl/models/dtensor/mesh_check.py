@@ -141,7 +141,7 @@ class DTensorRank(RankMemory):
 
     @property
     def _layers(self) -> range:
-        """Layers of this rank's stage; the first stages have one more layer if the layers do not divide evenly."""
+        """Layers of this rank's stage. The first stages have one more layer if the layers do not divide evenly."""
         total, stages = len(self.trace.layers), self.layout.pp
         size, more = divmod(total, stages)
         first = self.stage * size + min(self.stage, more)

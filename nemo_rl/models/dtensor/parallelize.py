@@ -258,7 +258,7 @@ def _keep_if_expensive(
 
 @torch.no_grad()
 def hold_in(model: ShardableModel, dtype: torch.dtype) -> None:
-    """Round the parameters once to `dtype`, instead of rounding them in every pass with FSDP2; buffers are kept."""
+    """Round the parameters once to `dtype`, instead of rounding them in every pass with FSDP2. Buffers are kept."""
     kept = {id(parameter) for parameter in float32_parameters(model.hf, dtype).values()}
     for parameter in model.parameters():
         if id(parameter) not in kept:

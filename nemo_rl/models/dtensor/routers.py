@@ -74,7 +74,6 @@ def configured_coefficient(config: PretrainedConfig, asked: float | None) -> flo
     """Return the factor of the auxiliary loss that a configuration asks for.
 
     Args:
-        config: configuration of the model.
         asked: see `auxiliary_coefficient`.
     """
     if asked is not None:
@@ -186,7 +185,7 @@ class ExpertBalance:
 
     @torch.no_grad()
     def _count(self, layer: int, experts: nn.Module, args: tuple[Any, ...]) -> None:
-        """Count the tokens of each expert; `args` are hidden states, chosen experts `[N, k]` and their weights."""
+        """Count the tokens of each expert. `args` are hidden states, chosen experts `[N, k]` and their weights."""
         if not self._watching:
             return
         index = args[1]

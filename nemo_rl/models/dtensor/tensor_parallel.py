@@ -106,7 +106,7 @@ def divide_layers(
     experts: Collection[str] = (),
     dispatched: bool = False,
 ) -> None:
-    """Divide a model by its plan; its parameters may be on the meta device.
+    """Divide a model by its plan. Its parameters may be on the meta device.
 
     Args:
         hf: the model, unsharded except for its experts.
@@ -270,7 +270,7 @@ def _divide_module(
 
 
 def _placement(style: Style | None, parameter_name: str) -> Placement:
-    """Return how a parameter is divided; an adapter's B is divided like the weight's rows, and A like its columns."""
+    """Return how a parameter is divided. An adapter's B is divided like the weight's rows, and A like its columns."""
     if style is None:
         return Replicate()
     if style.dim is not None:

@@ -89,7 +89,7 @@ def _phi3(config: Any) -> dict[str, Style]:
 
 
 def _llama4(config: Any) -> dict[str, Style]:
-    """Divide each expert like a feed-forward layer; the parameters of all experts are fused as `[E, in, out]`."""
+    """Divide each expert like a feed-forward layer. The parameters of all experts are fused as `[E, in, out]`."""
     experts, width = "layers.*.feed_forward.experts", config.intermediate_size
     return {
         f"{experts}.gate_up_proj": Style("column", (width, width), dim=2),
@@ -143,7 +143,6 @@ def plan_for_configuration(config: PretrainedConfig, custom: str | None = None, 
     """Return the plan of a model that is made on the meta device (one second for 70B parameters).
 
     Args:
-        config: configuration of the model.
         custom: see `plan_for`.
         scores: whether the model has a scalar head.
 
@@ -168,7 +167,6 @@ def shared_experts(hf: PreTrainedModel, blocks: Iterable[str], planned: Collecti
     size to the inner width, or to twice the inner width if they are fused.
 
     Args:
-        hf: the model.
         blocks: names of the modules whose outputs ranks sum.
         planned: names of modules and parameters that the plan divides or that are experts.
     """
@@ -183,7 +181,7 @@ def shared_experts(hf: PreTrainedModel, blocks: Iterable[str], planned: Collecti
 
 
 def _feed_forward(hf: PreTrainedModel, module: nn.Module) -> dict[str, Style]:
-    """Return the styles of a module's linear layers by name; the dict is empty if it is no feed-forward layer."""
+    """Return the styles of a module's linear layers by name. The dict is empty if it is no feed-forward layer."""
     width = getattr(hf.config.get_text_config(), "hidden_size", None)
     linear = {name: child for name, child in module.named_children() if hasattr(child, "out_features")}
     down = [name for name, child in linear.items() if child.out_features == width]

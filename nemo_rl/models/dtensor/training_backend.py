@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # see `models.training.backends`
 
 
 class DTensorTraining(FolderBackend):
-    """FSDP2 over a Hugging Face model; `from_pretrained` can load the folder `model/` of a checkpoint's weights."""
+    """FSDP2 over a Hugging Face model. `from_pretrained` can load the folder `model/` of a checkpoint's weights."""
 
     section = "dtensor_cfg"
     tensor_folder, tensor_files = MODEL_FOLDER, TENSOR_FILES

@@ -90,7 +90,6 @@ class TensorGroup:
         """Return, for each result by name, the block of the weight that it is.
 
         Args:
-            hf: the model.
             shapes: shapes of the sources.
 
         Returns:
@@ -128,7 +127,6 @@ def in_checkpoint(hf: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) ->
     gathered first if they are sharded, which is collective. Only tensors of incomplete groups are held in memory.
 
     Args:
-        hf: the model.
         weights: every weight once, by its name in `hf`, and in the same order on all ranks. Tied weights have one name.
     """
     group_of = {name: group for group in groups_in_checkpoint(hf) for name in group.sources}
@@ -154,7 +152,6 @@ def in_memory(hf: PreTrainedModel, names: Iterable[str], read: Callable[[str], T
     """Yield the tensors of a checkpoint with their names and shapes in the model.
 
     Args:
-        hf: the model.
         names: all names of the checkpoint.
         read: reads a tensor by its name; it is called once for each name.
     """

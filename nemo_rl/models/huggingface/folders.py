@@ -74,7 +74,7 @@ def require_empty(target: Path) -> None:
 
 
 def _convert(source: TensorFiles, target: Path, dtype: torch.dtype, stays: Callable[[str], bool]) -> Iterator[None]:
-    """Write the tensors of a file in another dtype, except those for which `stays` is True; yield after each tensor."""
+    """Write a file's tensors in another dtype, except those for which `stays` is True, and yield after each tensor."""
 
     def converted(name: str, tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() and not stays(name) else tensor
@@ -164,7 +164,7 @@ def adapter_scaling(folder: Path) -> float:
 def write_adapter(
     folder: Path, tensors: Mapping[str, Tensor], described: Mapping[str, Any], group: dist.ProcessGroup | None = None
 ) -> None:
-    """Write an adapter's folder; all ranks must call this, and rank 0 writes.
+    """Write an adapter's folder. All ranks must call this, and rank 0 writes.
 
     Args:
         folder: created if it does not exist.

@@ -28,7 +28,7 @@ def body(hf: "PreTrainedModel") -> nn.Module:
 
 
 def parts_without_text(hf: "PreTrainedModel") -> list[nn.Module]:
-    """Return the modules that read images or sound, such as a vision tower; the list is empty for a text model."""
+    """Return the modules that read images or sound, such as a vision tower. The list is empty for a text model."""
     whole, text = hf.base_model, body(hf)
     if hf.config.get_text_config() is hf.config or text is whole or text is hf:
         return []

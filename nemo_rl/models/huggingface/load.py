@@ -231,7 +231,6 @@ def stays_float32(hf: "PreTrainedModel", dtype: torch.dtype | None) -> Callable[
     """Return a function that returns, by a weight's name, whether it stays float32 in a model that computes in `dtype`.
 
     Args:
-        hf: the model, whose names are used.
         dtype: number format of the other weights. The function always returns False for None or float32.
     """
     if dtype not in _ROUNDED:

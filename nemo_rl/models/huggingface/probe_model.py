@@ -124,7 +124,7 @@ def _overwrite_memory(model: PreTrainedModel) -> None:
 
 
 def smaller(config: PretrainedConfig) -> PretrainedConfig:
-    """Reduce, in place, vocabulary, feed-forward layers and experts; heads, groups and masks do not depend on these."""
+    """Reduce, in place, vocabulary, feed-forward layers and experts. Heads, groups and masks do not depend on these."""
     text: Any = config.get_text_config()
     hidden_size = getattr(text, "hidden_size", None)
     if isinstance(hidden_size, int) and hasattr(text, "initializer_range"):

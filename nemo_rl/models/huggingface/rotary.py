@@ -20,10 +20,9 @@ logger = logging.getLogger(__name__)
 
 
 def fix_rotary_frequencies(hf: PreTrainedModel, context: int) -> None:
-    """Choose the frequencies for all sequences of the run, in place; most models have only one choice.
+    """Choose the frequencies for all sequences of the run, in place. Most models have only one choice.
 
     Args:
-        hf: the model.
         context: largest number of tokens of a sequence in the run.
 
     Raises:

@@ -210,7 +210,6 @@ def model_flops(
     """Count the operations of a causal language model.
 
     Args:
-        config: configuration of the model.
         scores: whether the model has a scalar head instead of one for the vocabulary.
         adapters: rank of low-rank adapters on a frozen model; 0 without adapters.
         adapted: selects the layers with adapters from the names of all linear layers without the head.
@@ -245,7 +244,7 @@ def _active_experts(text: Any) -> int | None:
 
 
 def _multiplied(modules: Iterable[nn.Module], active: int | None) -> Iterator[float]:
-    """Yield the number of elements of each matrix by which a token is multiplied; of experts, only the active ones.
+    """Yield the number of elements of each matrix by which a token is multiplied. Only active experts are counted.
 
     A head that shares its weight with the embedding is a separate module, and the embedding is skipped, so the weight
     is counted once.
@@ -278,7 +277,7 @@ def _attention(text: Any) -> list[tuple[int, int | None, int]]:
 
 
 def _windows(text: Any) -> Iterator[int | None]:
-    """Yield, for each layer with attention, the largest number of tokens that a token sees; None for all."""
+    """Yield, for each layer with attention, the largest number of tokens that a token sees, or None for all."""
     window = getattr(text, "sliding_window", None)
     kinds = getattr(text, "layer_types", None)
     if not kinds:

@@ -100,11 +100,11 @@ class TensorFiles:
         return torch.empty(found.get_shape(), dtype=_DTYPES[found.get_dtype()], device="meta")
 
     def read(self, name: str, block: TensorBlock | None = None) -> Tensor:
-        """Read a tensor, or a block of it, to the CPU; the block must not be empty."""
+        """Read a tensor, or a block of it, to the CPU. The block must not be empty."""
         return self._slice(name)[block.slices if block is not None and block.shape else ...]
 
     def equal(self, name: str, other: str, rows: int = 1024) -> bool:
-        """Return whether two tensors are equal; at most `rows` rows of each are in memory at a time."""
+        """Return whether two tensors are equal. At most `rows` rows of each are in memory at a time."""
         ours, theirs = self.like(name), self.like(other)
         if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
             return False
@@ -117,7 +117,7 @@ class TensorFiles:
 
 
 def _slices_in(file: Path) -> dict[str, Any]:
-    """Open a file and return its tensors by name; their values are read later."""
+    """Open a file and return its tensors by name. Their values are read later."""
     try:
         require_regular(file)
         opened = safe_open(file, framework="pt")
@@ -137,7 +137,7 @@ def indexed_files(folder: Path) -> dict[str, Path] | None:
 
 
 def model_folder(model_name: str) -> Path:
-    """Return the folder of a model's files; a hub id is downloaded if it is not in the cache.
+    """Return the folder of a model's files. A hub id is downloaded if it is not in the cache.
 
     Only those weight files are downloaded that `weight_files` returns. No request is sent to the hub for a model that
     is in the cache. If several processes share a cache, only one of them sends requests.
@@ -197,7 +197,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _indexed(index: Path) -> set[str]:
-    """Return the names of the files in an index; the set is empty if there is no index."""
+    """Return the names of the files in an index. The set is empty if there is no index."""
     return set(_weight_map(index).values()) if index.exists() else set()
 
 
@@ -244,7 +244,6 @@ def write_file(file: Path, likes: Mapping[str, Tensor], tensors: Iterator[tuple[
     """Write one safetensors file, and yield after each tensor.
 
     Args:
-        file: file to write.
         likes: shape and dtype of the file's tensors, in order.
         tensors: names and values of the tensors, on the CPU, in the same order. Tensors of other files may follow.
     """

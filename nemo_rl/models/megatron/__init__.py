@@ -1,1 +1,1 @@
-"""The Megatron Core training backend, the only package that imports megatron; only processes of ranks import it."""
+"""The Megatron Core training backend, the only package that imports megatron. Only processes of ranks import it."""

@@ -28,7 +28,6 @@ def draft_trainer(
     Args:
         config: the policy section; the model has no pipeline stages.
         chunks: the only chunk of this rank.
-        groups: process groups of the mesh.
         device: device on which this rank computes.
         seed: run seed, for the weights of a new draft model.
     """
@@ -66,7 +65,7 @@ def draft_rows(inputs: RankInputs) -> DraftRows:
 
 
 def _optimizer(draft: DraftModel, wanted: MegatronOptimizerConfig) -> Optimizer:
-    """Build the optimizer with the settings of `policy.megatron_cfg.optimizer`; vectors get no weight decay."""
+    """Build the optimizer with the settings of `policy.megatron_cfg.optimizer`. Vectors get no weight decay."""
     matrices = [parameter for parameter in draft.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in draft.parameters() if parameter.dim() < 2]
     groups = [

@@ -155,7 +155,7 @@ def row_order(num_tokens: int, division: TokenDivision) -> Tensor:
 
 
 def _padded_bounds(bounds: Sequence[int], division: TokenDivision) -> list[int]:
-    """Return the bounds of the padded sequences; a last sequence may be added to fill the row."""
+    """Return the bounds of the padded sequences. A last sequence may be added to fill the row."""
     padded = [0]
     for start, stop in pairwise(bounds):
         padded.append(padded[-1] + round_up(stop - start, division.of_sequence))

@@ -151,7 +151,7 @@ class Adapter:
 
 @cache
 def _adapted(linear: Any) -> type[nn.Module]:
-    """Return a subclass of a linear layer that has an adapter; `_adapt` sets it as the class of a layer."""
+    """Return a subclass of a linear layer that has an adapter. `_adapt` sets it as the class of a layer."""
     if (parts := getattr(linear, "output_norm", None)) is not None:
         inner: Any = _adapted(parts[0])
         return with_output_norm(inner, parts[1])
@@ -169,7 +169,7 @@ def _adapted(linear: Any) -> type[nn.Module]:
         def sharded_state_dict(
             self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
         ) -> dict[str, Any]:
-            """Return the sharded state; without this method Megatron Core would treat adapters as undivided."""
+            """Return the sharded state. Without this method Megatron Core would treat adapters as undivided."""
             assert metadata is not None
             groups = {"tp_group": self.adapter.group, "dp_cp_group": metadata["dp_cp_group"]}
             if hasattr(linear, "sharded_state_dict"):
@@ -234,7 +234,7 @@ def linear_layers(rules: Rules) -> list[str]:
 
 
 def adapted_modules(chunks: Sequence[nn.Module]) -> dict[str, Any]:
-    """Return this rank's adapted layers by their names in the whole model; the dict is empty without LoRA."""
+    """Return this rank's adapted layers by their names in the whole model. The dict is empty without LoRA."""
     modules = (module for chunk in chunks for module in unwrap(chunk).modules())
     return {module.adapter.name: module for module in modules if isinstance(getattr(module, "adapter", None), Adapter)}
 
@@ -325,7 +325,7 @@ def save_adapter(
     weights_path: Path,
     keep: Keep = as_it_is,
 ) -> Write:
-    """Prepare to write the adapter; all ranks take part, and rank 0 writes.
+    """Prepare to write the adapter. All ranks take part, and rank 0 writes.
 
     Args:
         chunks: the rank's virtual stages, wrapped or not.

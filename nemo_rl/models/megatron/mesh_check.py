@@ -185,13 +185,13 @@ class MeshPlace(RankMemory):
 
     @property
     def layers(self) -> list[int]:
-        """Decoder layers of the stage; the last one is repeated for each multi-token-prediction layer (equal size)."""
+        """Decoder layers of the stage. The last one is repeated for each multi-token-prediction layer (equal size)."""
         own = list(stage_layers(len(self.trace.layers), self.layout.pp, self.policy.megatron_cfg)[self.stage])
         return own + own[-1:] * self._mtp_layers
 
     @property
     def _mtp_layers(self) -> int:
-        """Number of multi-token-prediction layers of this stage; only the last stage has any."""
+        """Number of multi-token-prediction layers of this stage. Only the last stage has any."""
         return self.policy.megatron_cfg.mtp_num_layers if self.has_head else 0
 
     def plan(self) -> MemoryPlan:
@@ -227,7 +227,7 @@ class MeshPlace(RankMemory):
         return inside + sum(each.matrices / self.layout.tp + each.vectors for each in self.outside)
 
     def _part(self, layer: Parameters) -> float:
-        """Return the number of a layer's elements on this rank; routers and latent down projections are not divided."""
+        """Return the number of a layer's elements on this rank. Routers and latent down projections are not divided."""
         latent, experts = getattr(self.model, "kv_lora_rank", None), self._count("n_routed_experts", "num_experts")
         width = latent + self.model.qk_rope_head_dim + (self.model.q_lora_rank or 0) if latent else 0
         whole = self.trace.hidden * (width + (experts if layer.experts else 0))

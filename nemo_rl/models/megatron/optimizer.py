@@ -118,7 +118,6 @@ def build_scheduler(optimizer: MegatronOptimizer, section: MegatronConfig) -> Op
     """Build the schedule of learning rate and weight decay, which advances once per training step.
 
     Args:
-        optimizer: optimizer whose learning rate and weight decay change.
         section: `policy.megatron_cfg`.
 
     Raises:
@@ -191,7 +190,7 @@ def _gradients(chunks: Sequence[DistributedDataParallel]) -> dict[str, torch.Ten
 
 
 def _norm_of_mtp(optimizer: MegatronOptimizer) -> float:
-    """Return the norm of the gradients of detached multi-token-prediction layers, or 0 without them; collective."""
+    """Return the gradient norm of detached multi-token-prediction layers, or 0 without them, in a collective call."""
     squares = 0.0
     for part in parts_of(optimizer):
         if part.has_grad_norm_group(MTP_GRAD_NORM_GROUP):
@@ -201,7 +200,7 @@ def _norm_of_mtp(optimizer: MegatronOptimizer) -> float:
 
 
 def _clip(optimizer: MegatronOptimizer, norm: float, mtp_norm: float) -> None:
-    """Clip the gradients; those of detached multi-token-prediction layers are clipped by their own norm."""
+    """Clip the gradients. Those of detached multi-token-prediction layers are clipped by their own norm."""
     for part in parts_of(optimizer):
         if part.config.clip_grad <= 0:
             continue
@@ -226,7 +225,6 @@ def move_part(part: Any, memory: HostMemory, device: torch.device, *, to_host: b
     Args:
         part: one of `parts_of`. State of parameters that it updates on the host (`optimizer_cpu_offload`) stays there.
         memory: host memory for this part only.
-        device: device on which this rank computes.
         to_host: whether to move to the host; False moves back.
     """
     inner, kept = part.optimizer, _float32_weights(part)
@@ -262,7 +260,7 @@ def learning_rate(optimizer: MegatronOptimizer) -> float:
 
 
 def complete_weights(chunks: Sequence[Any]) -> None:
-    """Finish gathering the weights, so that they can be read; an update leaves this to the next forward pass."""
+    """Finish gathering the weights, so that they can be read. An update leaves this to the next forward pass."""
     for chunk in chunks:
         if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
             for bucket_group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:

@@ -39,7 +39,7 @@ _installed = False
 
 
 def replace_cuda() -> None:
-    """Replace CUDA in this process; do nothing if the machine has CUDA or the function was called before.
+    """Replace CUDA in this process, or do nothing if the machine has CUDA or the function was called before.
 
     Raises:
         ConfigError: the installed release of megatron-core is not the tested one.
@@ -90,7 +90,7 @@ def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 class _TorchOnCpu(ModuleType):
-    """Replacement for `torch` in a module of Megatron Core; functions such as `zeros` make tensors on the CPU."""
+    """Replacement for `torch` in a module of Megatron Core. Functions such as `zeros` make tensors on the CPU."""
 
     def __init__(self) -> None:
         super().__init__("torch")
@@ -170,7 +170,7 @@ def _replace_split_sizes() -> None:
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """Groups of ranks that divide this rank's layers and tokens; None for an axis with one rank."""
+    """Groups of ranks that divide this rank's layers and tokens, or None for an axis with one rank."""
 
     tp: Group = None
     """Ranks that divide each layer and the vocabulary."""

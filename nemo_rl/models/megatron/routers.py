@@ -64,7 +64,7 @@ class ExpertLoad:
 
     @torch.no_grad()
     def _count(self, layer: int, router: Any, args: Any, output: tuple[Tensor, Tensor]) -> None:
-        """Count the choices of a router; `output` is its weights and its choices, both `[N, E]`."""
+        """Count the choices of a router. `output` is its weights and its choices, both `[N, E]`."""
         if self._real_N is not None:
             self._counts[layer] += (output[1].bool() & self._real_N[:, None]).sum(0)
 

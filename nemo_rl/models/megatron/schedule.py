@@ -134,7 +134,7 @@ class Schedule:
             self._replay.count(inputs)
 
     def _filled(self, microbatches: Sequence[RankInputs]) -> list[RankInputs]:
-        """Return the microbatches; for interleaved stages, microbatches without scores are added to fill groups.
+        """Return the microbatches. For interleaved stages, microbatches without scores are added to fill groups.
 
         Interleaved stages take microbatches in groups whose size is the number of stages, and they need two groups.
         With only one group, every forward pass would come before the first backward pass, and neighbouring stages would
@@ -154,7 +154,7 @@ class Schedule:
         numbered: Iterator[tuple[int, RankInputs]],
         chunk: Any,
     ) -> tuple[Any, Callable[..., Any]]:
-        """Run one forward pass; Megatron Core calls this as `forward_step_func`."""
+        """Run one forward pass. Megatron Core calls this as `forward_step_func`."""
         index, inputs = next(numbered)
         arguments = {**inputs.arguments, "output_processor": self._scoring, "output_processor_context": inputs}
         if self._balances:

@@ -327,7 +327,7 @@ class _Round:
     """Time after which a wait raises an error; None leaves this to the group's watchdog."""
 
     def wait(self) -> None:
-        """Wait for the sends and receives; on GPUs only the current stream waits. Later calls return immediately."""
+        """Wait for the sends and receives. On GPUs only the current stream waits. Later calls return immediately."""
         for work in self.works:
             work.wait(self.limit) if self.limit else work.wait()
         self.works, self.sent = [], []

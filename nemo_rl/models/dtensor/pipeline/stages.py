@@ -99,7 +99,7 @@ def stage_of(hf: nn.Module) -> PipelineStage | None:
 
 
 def layers_of_chunks(num_layers: int, num_stages: int, chunks_per_stage: int) -> tuple[range, ...]:
-    """Divide the layers as evenly as possible; remaining layers go to the first chunks, because the last has the head.
+    """Divide the layers as evenly as possible. Remaining layers go to the first chunks, because the last has the head.
 
     Raises:
         ConfigError: there are fewer layers than chunks.
@@ -129,7 +129,7 @@ def keep_stage(hf: PreTrainedModel, meshes: Meshes, chunks_per_stage: int, devic
 
 
 def try_division(probe_model: PreTrainedModel) -> None:
-    """Test on a small model that its architecture can be divided before every layer; the model stays whole.
+    """Test on a small model that its architecture can be divided before every layer. The model stays whole.
 
     The first chunk has no layer, so that there is a division before the first layer too.
 
@@ -395,7 +395,7 @@ def without_copies(hf: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iter
 
 
 def of_all_stages(hf: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of all stages, stage by stage; each stage broadcasts its own weights.
+    """Yield the weights of all stages, stage by stage. Each stage broadcasts its own weights.
 
     Args:
         hf: the model of this stage.

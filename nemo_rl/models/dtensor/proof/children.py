@@ -65,7 +65,7 @@ class _Child:
         return not part
 
     def end(self) -> int:
-        """Kill the child, and the group that it leads, if they still run; return the child's exit status."""
+        """Kill the child, and the group that it leads, if they still run, and return the child's exit status."""
         if self.status is None:
             os.close(self.pipe)
             with suppress(ProcessLookupError, PermissionError):

@@ -107,7 +107,7 @@ def is_proven(number: str) -> bool:
 
 
 def remember(number: str) -> None:
-    """Store a proof; if the folder cannot be written, the next run repeats the proof."""
+    """Store a proof. If the folder cannot be written, the next run repeats the proof."""
     try:
         folder().mkdir(parents=True, exist_ok=True, mode=0o700)
         (folder() / number).touch()
@@ -228,7 +228,7 @@ def _alone(policy: PolicyConfig) -> str:
 
 
 def _prove(question: _ProofQuestion) -> Failure | None:
-    """Compare one process with the ranks of the small mesh; this runs inside the prover process.
+    """Compare one process with the ranks of the small mesh. This runs inside the prover process.
 
     Both compute in float64, which shows small errors, or in float32 if the architecture raises an error in float64.
     Models with experts are compared in float32 as well, because grouped matrix products do not support float64.

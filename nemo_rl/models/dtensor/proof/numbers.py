@@ -179,7 +179,7 @@ def _scores_of_row(task: Task, hf: PreTrainedModel, rows: BatchedDataDict[Any], 
 
 
 def on_mesh(task: Task, reference: Reference) -> RankNumbers:
-    """Compute the numbers of this rank; collective over a process group with as many ranks as the mesh."""
+    """Compute the numbers of this rank in a collective call. The process group has as many ranks as the mesh."""
     built = Built(task.model(), LazyWeights(), task.found.shares_prompts)
     options: dict[str, Any] = {"init_optimizer": False, "init_reference_model": False}
     backend = DTensorBackend(task.policy, _CPU, task.layout, build=lambda *_: built, **options)
@@ -223,7 +223,7 @@ def _laid_out(task: Task, backend: DTensorBackend, rows: BatchedDataDict[Any]) -
 
 
 def _gradients(backend: DTensorBackend) -> tuple[float, Iterator[tuple[str, Tensor]]]:
-    """Return the norm and the whole gradients of this rank's stage, by names of the whole model; collective."""
+    """Return norm and whole gradients of this rank's stage, by names of the whole model, in a collective call."""
     hf, stage = backend.model.hf, stage_of(backend.model.hf)
     sum_shared_gradients(hf)
     norm = clip_gradients(
@@ -243,7 +243,7 @@ def _gradients(backend: DTensorBackend) -> tuple[float, Iterator[tuple[str, Tens
 
 
 def _relative(got: Tensor, want: Tensor, scale: float) -> float:
-    """Return the largest difference, relative to the largest wanted number; infinity if a difference is not finite."""
+    """Return the largest difference, relative to the largest wanted number, or infinity if one is not finite."""
     size = max(float(want.abs().max()), _NEGLIGIBLE * scale) if want.numel() else 1.0
     worst = float((got.double() - want.double()).abs().max()) if want.numel() else 0.0
     return worst / size if size and math.isfinite(worst) else (0.0 if worst == 0 else math.inf)
@@ -251,7 +251,7 @@ def _relative(got: Tensor, want: Tensor, scale: float) -> float:
 
 @contextmanager
 def in_float64() -> Iterator[None]:
-    """Run a block in which this thread computes in float64 where code asks for float32; the model is in float64."""
+    """Run a block in which this thread computes in float64 where code asks for float32. The model is in float64."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

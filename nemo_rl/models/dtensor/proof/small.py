@@ -101,7 +101,6 @@ def small_model(config: PretrainedConfig, policy: PolicyConfig, mesh: SmallMesh)
     code runs. Smaller forms come first.
 
     Args:
-        config: configuration of the full model.
         mesh: the small mesh that will divide the model.
 
     Raises:
@@ -132,7 +131,7 @@ def small_model(config: PretrainedConfig, policy: PolicyConfig, mesh: SmallMesh)
 
 
 def _forms(config: PretrainedConfig, mesh: SmallMesh, *, ulysses: bool) -> Iterator[PretrainedConfig]:
-    """Yield reduced forms of a configuration, smallest first; the last one is the configuration itself."""
+    """Yield reduced forms of a configuration, smallest first. The last one is the configuration itself."""
     for form in (_narrow, _with_few_heads, _without_few_heads):
         try:
             yield form(deepcopy(config), mesh, ulysses)

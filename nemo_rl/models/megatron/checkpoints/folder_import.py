@@ -142,7 +142,7 @@ def _one_rank(section: MegatronConfig, layout: ParallelLayout) -> Iterator[None]
 
 
 def _state(config: PretrainedConfig, section: MegatronConfig, precision: torch.dtype) -> Any:
-    """Return the sharded state of the whole model; only its names and shapes are meaningful, not its values."""
+    """Return the sharded state of the whole model. Only its names and shapes are meaningful, not its values."""
     from nemo_rl.models.megatron.checkpoints.run_state import model_state
     from nemo_rl.models.megatron.model.build import build_chunks
     from nemo_rl.models.megatron.scoring import give_scalar_head

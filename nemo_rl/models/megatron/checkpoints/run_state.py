@@ -56,7 +56,7 @@ _TORCH_STATES: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
 
 
 def is_distributed(optimizer: Any) -> bool:
-    """Return whether data-parallel ranks divide the optimizer state; if so, `state_to_save` returns copies of it."""
+    """Return whether data-parallel ranks divide the optimizer state. If so, `state_to_save` returns copies of it."""
     return any(isinstance(member, DistributedOptimizer) for member in parts_of(optimizer))
 
 
@@ -98,7 +98,7 @@ def state_to_save(optimizer: Any, model: Sharded) -> Sharded:
 
 
 def state_to_load(optimizer: Any, model: Sharded) -> Sharded:
-    """Return the optimizer state into which this rank reads a checkpoint; states that do not exist yet are made."""
+    """Return the optimizer state into which this rank reads a checkpoint. States that do not exist yet are made."""
     for member in parts_of(optimizer):
         _make_states(member)
     return _of_members(optimizer, model, loading=True)
@@ -315,7 +315,7 @@ def prepared(
     hf_config: PretrainedConfig,
     keep: Keep = as_it_is,
 ) -> Iterator[Write]:
-    """Yield functions that write the parts of a checkpoint; a part is prepared when its function is requested.
+    """Yield functions that write the parts of a checkpoint. A part is prepared when its function is requested.
 
     Args:
         paths: folders to write; without an optimizer folder only the weights are written.
@@ -418,7 +418,7 @@ def _check_masters(folder: Path, chunks: Sequence[Any], optimizer: Any, loaded: 
 
 
 def model_state(chunks: Sequence[Any]) -> Sharded:
-    """Return a sharded state dict of this rank's parts; use it once only, because Megatron Core changes it."""
+    """Return a sharded state dict of this rank's parts. Use it once only, because Megatron Core changes it."""
     return {
         f"model{index}": unwrap(chunk).sharded_state_dict(metadata=dict(CONTENT)) for index, chunk in enumerate(chunks)
     }

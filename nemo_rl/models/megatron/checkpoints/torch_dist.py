@@ -81,7 +81,7 @@ class _Planner(MCoreSavePlanner):
         self._late = late
 
     def transform_object(self, write_item: Any, object: Any) -> Any:
-        """Return the object to write; torch's writer calls this for each item."""
+        """Return the object to write. Torch's writer calls this for each item."""
         return self._late(write_item.index.fqn, object) if isinstance(object, Tensor) else object
 
 

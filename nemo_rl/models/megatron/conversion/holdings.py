@@ -75,7 +75,7 @@ class Holder:
 
 
 def num_mtp_layers(chunks: Sequence[nn.Module]) -> int:
-    """Return the number of multi-token-prediction layers of the whole model; a layer that is repeated counts once."""
+    """Return the number of multi-token-prediction layers of the whole model. A layer that is repeated counts once."""
     config = unwrap(chunks[0]).config
     return min(config.mtp_num_layers or 0, 1) if config.mtp_use_repeated_layer else config.mtp_num_layers or 0
 
@@ -221,7 +221,7 @@ class _Shard:
     groups: Groups
 
     def blocks(self, num_experts: int) -> Iterator[_Block]:
-        """Yield the blocks of hub tensors in the shard; `num_experts` is the number of experts in a stack."""
+        """Yield the blocks of hub tensors in the shard. `num_experts` is the number of experts in a stack."""
         rule, shape = self.rule, tuple(self.tensor.shape)
         num_shards = self.groups.num_shards(rule)
         number = self.groups.dividing(rule).rank() if num_shards > 1 else 0

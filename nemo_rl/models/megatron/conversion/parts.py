@@ -106,7 +106,7 @@ class TensorSource(Protocol):
         """Return a tensor with the shape and dtype of a hub tensor, without its values."""
 
     def read(self, name: str, block: TensorBlock | None = None) -> Tensor:
-        """Return the values of a hub tensor in a block; None returns the whole tensor."""
+        """Return the values of a hub tensor in a block, or all values if the block is None."""
 
 
 @dataclass(frozen=True)
@@ -205,13 +205,13 @@ class Rule:
         return [(rows, *shape[1:]) for rows in self.layout.part_rows(shape[0])]
 
     def columns(self, shard_shape: Sequence[int], shard: int) -> slice:
-        """Return the range of columns that a shard holds; it is empty if the parameter has one dimension."""
+        """Return the range of columns that a shard holds. It is empty if the parameter has one dimension."""
         width = shard_shape[1] if len(shard_shape) > 1 else 0
         first = shard * width if self.dim == 1 else 0
         return slice(first, first + width)
 
     def joined(self, index: int, shards: Sequence[Tensor]) -> Tensor:
-        """Return a whole part, joined from its rows in each shard; it is a view if its rows are adjacent in one shard.
+        """Return a whole part, joined from its rows in each shard. It is a view if its rows are adjacent in one shard.
 
         Args:
             index: index of the part in the rule.

@@ -96,7 +96,7 @@ def _attention(
     normed_heads: bool = False,
     has_sinks: bool = False,
 ) -> Iterator[Rule]:
-    """Yield the rules of attention with grouped heads; None for a bias takes the value of the configuration."""
+    """Yield the rules of attention with grouped heads. None for a bias takes the value of the configuration."""
     configured = bool(getattr(config, "attention_bias", False))
     head_dim = head_size(config)
     groups = Grouped(config.num_attention_heads // config.num_key_value_heads, head_dim)
@@ -163,7 +163,7 @@ def _qwen_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule
 
 
 def _deepseek_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
-    """Yield the rules of a router with correction bias, experts and shared experts; the first layers are dense."""
+    """Yield the rules of a router with correction bias, experts and shared experts. The first layers are dense."""
     if number < config.first_k_dense_replace:
         yield from _gated_mlp(config, number, ours, theirs)
         return
@@ -175,7 +175,7 @@ def _deepseek_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[
 
 
 def _gpt_oss_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
-    """Yield the rules of a router and experts; a transposed tensor holds all experts with interleaved gate and up."""
+    """Yield the rules of a router and experts. A transposed tensor holds all experts with interleaved gate and up."""
     yield _same(f"{ours}router.weight", f"{theirs}router.weight")
     yield _same(f"{ours}router.bias", f"{theirs}router.bias")
     for expert in range(config.num_local_experts):
@@ -300,7 +300,6 @@ def hub_tensors(rules: Rules, read: Callable[[str], Tensor]) -> Iterator[tuple[s
     """Yield all hub tensors, made from whole parameters, in the order of the model.
 
     Args:
-        rules: rules of the model.
         read: reads a parameter by its name; it is called once for each parameter. At most one parameter, or the experts
             of one layer, are in memory.
 

@@ -156,7 +156,7 @@ class DequantizedFiles(TensorFiles):
         return values * super().read(name + _FACTORS).float()[rows][:, columns]
 
     def _from_mxfp4(self, name: str, block: TensorBlock) -> Tensor:
-        """Read `[experts, columns, rows]`; files hold `[experts, rows, groups, 16]` bytes, two columns per byte."""
+        """Read `[experts, columns, rows]`. Files hold `[experts, rows, groups, 16]` bytes, two columns per byte."""
         (expert, column, row), (experts, columns, rows) = block.starts, block.shape
         group, skipped = divmod(column, _MXFP4_SIZE)
         groups = TensorBlock((expert, row, group), (experts, rows, -(-(column + columns) // _MXFP4_SIZE) - group))

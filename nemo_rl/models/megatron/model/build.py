@@ -236,14 +236,14 @@ def _further_layers(options: MegatronConfig) -> dict[str, Any]:
 
 
 def _has_fused_gradients() -> bool:
-    """Return True if APEX's extension, which fused gradients need, is installed; raise an error otherwise."""
+    """Return True if APEX's extension, which fused gradients need, is installed, and raise an error otherwise."""
     if find_spec(FUSED_GRADIENTS) is None:
         raise ConfigError(MISSING_FUSED_GRADIENTS.format(keys="policy.megatron_cfg"))
     return True
 
 
 def _routing(hf_config: PretrainedConfig, options: MegatronConfig) -> dict[str, Any]:
-    """Return the routing fields that are configured; for others the family's or Megatron Core's value is used."""
+    """Return the routing fields that are configured. For others the family's or Megatron Core's value is used."""
     coefficient = options.moe_aux_loss_coeff
     asked = {
         "moe_router_dtype": options.moe_router_dtype,

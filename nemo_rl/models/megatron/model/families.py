@@ -149,7 +149,7 @@ def require_no_biases(hf_config: PretrainedConfig, *fields: str) -> None:
 
 
 def rotary_of(hf_config: PretrainedConfig, layer_type: str | None = None) -> Rotary:
-    """Return the rotary frequencies of transformers; Megatron Core has fixed constants for some kinds of scaling.
+    """Return the rotary frequencies of transformers. Megatron Core has fixed constants for some kinds of scaling.
 
     Args:
         hf_config: Hugging Face configuration of the model.

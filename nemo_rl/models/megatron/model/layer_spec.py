@@ -67,7 +67,6 @@ def mtp_spec(
     """Build the specification of the stage's multi-token-prediction layers, or return None if it has none.
 
     Args:
-        config: configuration of the model.
         layers: specification of the stage's layers; multi-token-prediction layers repeat the last one.
         vp_stage: number of the virtual stage; None without virtual stages.
     """

@@ -64,7 +64,7 @@ class MegatronDividedRow:
 
 @lru_cache(maxsize=16)
 def divided_row(length: int, ranks: int, rank: int, device: torch.device) -> MegatronDividedRow:
-    """Divide a row that is one sequence; `length` is the number of its tokens on all ranks together."""
+    """Divide a row that is one sequence. `length` is the number of its tokens on all ranks together."""
     return _divide([0, length], ranks, rank, device)
 
 
@@ -321,7 +321,7 @@ def with_output_norm(linear: type[nn.Module], norm: Any) -> type[nn.Module]:
 
 
 class PortableLatentAttention(MLASelfAttention):
-    """`MLASelfAttention` in which every rank has the whole down projections; see the module docstring."""
+    """`MLASelfAttention` in which every rank has the whole down projections (see the module docstring)."""
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -337,7 +337,7 @@ _COPIES = "_fp8_workspaces"
 
 
 def free_float8_copies(chunks: Iterable[nn.Module]) -> None:
-    """Free the float8 copies of weights; the next forward pass makes new ones."""
+    """Free the float8 copies of weights. The next forward pass makes new ones."""
     for chunk in chunks:
         for module in chunk.modules():
             getattr(module, _COPIES, {}).clear()

@@ -70,7 +70,6 @@ def check_options(keys: str, asked: MegatronConfig, fields: Mapping[str, Any]) -
 
     Args:
         keys: name of the section, such as `policy.megatron_cfg`.
-        asked: the section.
         fields: result of `check_expressible`.
     """
     kind = "MLATransformerConfig" if fields.get("multi_latent_attention") else "TransformerConfig"
@@ -139,7 +138,7 @@ def check_overrides(keys: str, overrides: Collection[str], known: Collection[str
 
 @cache
 def _fields_of(kind: str) -> Collection[str]:
-    """Read a dataclass's field names from Megatron Core's source; return none if Megatron Core is not installed."""
+    """Read a dataclass's field names from Megatron Core's source, or return none if it is not installed."""
     package = importlib.util.find_spec("megatron")
     folders = [] if package is None else list(package.submodule_search_locations or ())
     sources = [Path(folder) / "core" / name for folder in folders for name in _SOURCES]

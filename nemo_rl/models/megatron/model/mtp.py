@@ -96,7 +96,7 @@ class MTPLoss:
         self._sums_D2 = torch.zeros(self.num_depths, 2, dtype=torch.float64, device=device)
 
     def begin(self, microbatches: Sequence[RankInputs]) -> None:
-        """Count the tokens of all microbatches of an update; collective over the ranks that have different tokens."""
+        """Count the tokens of all microbatches of an update, in a collective call of ranks with different tokens."""
         counts = [[len(tokens.targets_n) for tokens in inputs.further] for inputs in microbatches]
         self._counts_D = torch.tensor(counts, dtype=torch.float64, device=self._counts_D.device).sum(0)
         dist.all_reduce(self._counts_D, group=self._tokens)
