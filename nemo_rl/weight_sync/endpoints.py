@@ -117,7 +117,7 @@ class WeightSender:
         return self._exchange.received_bytes
 
     def begin(self, weights: HeldWeights) -> None:
-        """Start a stream. The call is collective if the weights are described otherwise than in the last stream.
+        """Start a stream. The call is collective if the descriptions of the weights have changed since the last stream.
 
         Raises:
             WeightSyncError: ranks disagree about a tensor, they do not hold all of it, or the encoding applies to no

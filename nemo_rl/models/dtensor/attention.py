@@ -125,7 +125,7 @@ def _refuse_unsupported(module: nn.Module, attention_mask: Tensor | None, kwargs
 
 
 def _window_mask(*, local_size: int | None = None, **kwargs: Any) -> Tensor | None:
-    """Return a layer's sliding window in place of its mask. Transformers calls this to make the mask."""
+    """Return a layer's sliding window in place of its mask. transformers calls this to make the mask."""
     return None if local_size is None else torch.tensor(local_size)
 
 

@@ -102,7 +102,7 @@ class LoraLinear(nn.Module):
 
     @torch.no_grad()
     def merged_weight(self, device: torch.device) -> Tensor:
-        """Return `W + (alpha / dim) B A` as a new tensor on `device`, sharded like W. Collective if W is sharded."""
+        """Return `W + (alpha / dim) B A` as a new tensor on `device`. The call is collective if W is sharded."""
         a, b, weight = (t.detach().to(device) for t in (self.lora_A, self.lora_B, self.weight))
         if not isinstance(weight, DTensor):
             return torch.addmm(weight, b, a, alpha=self.scaling)

@@ -76,7 +76,7 @@ class RankNumbers:
     """Numbers of one rank: its loss and norm, and its differences from the reference."""
 
     loss: float
-    """Loss of the rank's rows; 0 on ranks that compute the same loss as another rank."""
+    """Loss of the rank's rows; 0 on ranks that report no results (`ParallelLayout.result_ranks`)."""
     norm: float
     """Joint 2-norm of all gradients."""
     scores: float

@@ -81,7 +81,7 @@ class _Planner(MCoreSavePlanner):
         self._late = late
 
     def transform_object(self, write_item: Any, object: Any) -> Any:
-        """Return the object to write. Torch's writer calls this for each item."""
+        """Return the object to write. The writer of torch calls this for each item."""
         return self._late(write_item.index.fqn, object) if isinstance(object, Tensor) else object
 
 
@@ -152,7 +152,7 @@ def read(folder: Path, state: Sharded) -> dict[str, Any]:
 def _check_format(folder: Path) -> None:
     read_metadata(folder / METADATA_FILE)
     common = folder / COMMON_STATE_FNAME
-    if common.exists():  # older releases of Megatron Core wrote this file; loading it elsewhere could execute code
+    if common.exists():  # from older releases; checked here, because Megatron Core may execute code that is in it
         load_plain(common)
     content = dist_checkpointing.load_content_metadata(str(folder)) or {}
     found = content.get("distrib_optim_sharding_type", OPTIMIZER_FORMAT)

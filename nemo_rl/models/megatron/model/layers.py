@@ -4,10 +4,10 @@
 supports neither packed rows nor context parallelism, nor values that are narrower than keys. Invariant: token i of a
 sequence sees tokens j <= i of that sequence, within the layer's window.
 
-`MegatronDividedRow` divides sequences among context-parallel ranks in Megatron Core's order. Each sequence of `L`
-tokens is cut into `2 * cp` chunks, and rank r has chunks r and `2 * cp - 1 - r`, so that all ranks have the same work
-under a causal mask (`megatron.core.utils.get_batch_on_this_cp_rank`). Packed sequences are cut separately. Invariant:
-`plan` and `order` describe the same whole row; selecting gathered keys by `order` gives that row's order.
+`MegatronDividedRow` describes how context-parallel ranks divide a row, in Megatron Core's order. Each sequence is cut
+into `2 * cp` chunks, and rank r has chunks r and `2 * cp - 1 - r`, so that all ranks have the same work under a causal
+mask (`megatron.core.utils.get_batch_on_this_cp_rank`). Packed sequences are cut separately. Invariant: `plan` and
+`order` describe the same whole row; selecting gathered keys by `order` gives that row's order.
 
 `PortableLatentAttention` is multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1) with correct
 gradients under sharding. Megatron Core's spec without Transformer Engine divides the two down projections over the
