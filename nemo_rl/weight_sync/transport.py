@@ -125,7 +125,7 @@ class SharedBuffer:
     handle: MemoryHandle
     """Description for other processes."""
     flat: torch.Tensor
-    """[num_bytes] uint8."""
+    """`[num_bytes]` uint8, the mapped memory."""
     close: Callable[[], None]
     """Frees the memory; existing mappings stay valid."""
 

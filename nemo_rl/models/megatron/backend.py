@@ -176,7 +176,7 @@ class MegatronBackend(TorchBackend):
             self.scheduler.step(increment=1)
 
     def learning_rate(self) -> float:
-        """See `PolicyBackend.learning_rate`. It is 0 without an optimizer."""
+        """See `PolicyBackend.learning_rate`. The rate is 0 without an optimizer."""
         return self._optim.learning_rate(self.optimizer) if self.optimizer is not None else 0.0
 
     @override

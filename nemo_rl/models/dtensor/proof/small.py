@@ -160,7 +160,7 @@ def _without_few_heads(config: PretrainedConfig, mesh: SmallMesh, ulysses: bool)
 
 
 def _with_few_heads(config: PretrainedConfig, mesh: SmallMesh, ulysses: bool) -> PretrainedConfig:
-    """Also keep one or two key heads for each rank that divides the heads, and reduce the hidden size in proportion."""
+    """Reduce also the key heads, to one or two for each rank that divides them, and the hidden size in proportion."""
     text: Any = _without_few_heads(config, mesh, ulysses).get_text_config()
     before = text.num_attention_heads
     heads, keys = _few_heads(text, mesh, ulysses)
@@ -172,7 +172,7 @@ def _with_few_heads(config: PretrainedConfig, mesh: SmallMesh, ulysses: bool) ->
 
 
 def _narrow(config: PretrainedConfig, mesh: SmallMesh, ulysses: bool) -> PretrainedConfig:
-    """Also reduce the number of heads, keep the head size, and set the hidden size independently of the heads."""
+    """Reduce also the number of heads, keep the head size, and set the hidden size independently of the heads."""
     if not isinstance(getattr(config.get_text_config(), "head_dim", None), int):
         raise ValueError("the size of its heads follows from its width")
     text: Any = _without_few_heads(config, mesh, ulysses).get_text_config()

@@ -33,13 +33,13 @@ class Groups:
     """Process groups that divide a model."""
 
     tensor: dist.ProcessGroup
-    """Divides dense layers."""
+    """Ranks that divide dense layers."""
     expert_tensor: dist.ProcessGroup
-    """Divides each expert."""
+    """Ranks that divide each expert."""
     expert: dist.ProcessGroup
-    """Divides the experts of a layer."""
+    """Ranks that divide the experts of a layer."""
     pipeline: dist.ProcessGroup
-    """Divides the layers."""
+    """Ranks that hold the stages of the model."""
 
     @classmethod
     def current(cls) -> "Groups":

@@ -143,7 +143,7 @@ def _gated_mlp(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rul
 
 
 def _experts(num_experts: int, ours: str, theirs: str) -> Iterator[Rule]:
-    """Yield the rules of gated experts, stored as separate tensors, or as one tensor of all gates and ups."""
+    """Yield the rules of gated experts, stored as separate tensors or with all experts of a layer in one tensor."""
     for expert in range(num_experts):
         stack = Part(f"{theirs}experts.gate_up_proj", expert)
         for rule in _gated_mlp(None, 0, f"{ours}experts.local_experts.{expert}.", f"{theirs}experts.{expert}."):
