@@ -110,7 +110,7 @@ class LaneChoice:
 
     @property
     def wants_reads(self) -> bool:
-        """Whether the workers must record in the next sync which parts of tensors they read."""
+        """True if the workers must record in the next sync which parts of tensors they read."""
         return self._may_divide and not self._is_proven
 
     def must_meet(self, num_workers: int, membership: int) -> bool:

@@ -115,7 +115,7 @@ class AttentionPlan:
 
     @property
     def is_one_triangle(self) -> bool:
-        """Whether the plan is known to be plain causal attention over the row."""
+        """True if the plan is known to be plain causal attention over the row."""
         return len(self.pieces) == 1 and self.pieces[0].queries == self.pieces[0].keys
 
     def within(self, window: int | None) -> "AttentionPlan":
