@@ -1,1 +1,1 @@
-"""Move named tensors from trainers to generators and verify them, independently of the rest of the library."""
+"""Send named tensors from trainers to engines and verify them, independently of the rest of the library."""

@@ -1,8 +1,8 @@
 """Place named tensors one after another in flat byte buffers, and read them back.
 
 A weight stream is divided into buckets so that a sync never needs a second copy of the model. Transports move the flat
-buffer; only this file knows the tensors' positions in it. Invariant: `unpack` returns what `pack` was given, bit for
-bit.
+buffer, and only this module knows the positions of the tensors in it. Invariant: `unpack` returns the tensors that
+`pack` was given, bit for bit.
 """
 
 import math
@@ -27,37 +27,37 @@ class TensorSlot:
     dtype: str
     """Torch dtype without its prefix, for example "bfloat16"."""
     shape: tuple[int, ...]
-    """Shape of what the bucket holds: the full (unsharded) tensor, or a part of it."""
+    """Shape of the values in the bucket, which are the full (unsharded) tensor or a part of it."""
     offset: int
     """First byte in the bucket, a multiple of `ALIGNMENT_BYTES`."""
     num_bytes: int
-    """Bytes the tensor takes."""
+    """Number of bytes of the values."""
     fingerprint: int | None = None
     """Content checksum from the sender; None if verification is off."""
     part: TensorBlock | None = None
-    """The part of the tensor that the bucket holds; None: the whole tensor."""
+    """The part of the tensor that the bucket holds; None for the whole tensor."""
     full_shape: tuple[int, ...] = ()
     """Shape of the tensor that the part belongs to."""
 
 
 @dataclass
 class Bucket:
-    """Description of one bucket, sent to the generators."""
+    """Description of one bucket, which is sent to the engines."""
 
     index: int
     """Position in the stream, from 0."""
     slots: list[TensorSlot]
     """The tensors in the bucket."""
     num_bytes: int
-    """Size of the flat buffer."""
+    """Size of the flat buffer in bytes."""
     is_last: bool = False
     """Whether the stream ends with this bucket."""
     lane: int = 0
-    """Number of the lane whose workers receive it; see `lanes`."""
+    """Number of the lane whose workers receive the bucket; see `lanes`."""
     is_trial: bool = False
-    """Fill the rest of tensors of which parts arrive with NaN."""
+    """Whether `unpack` fills those elements of a tensor with NaN of which the bucket holds no part."""
     handles: dict[str, Any] = field(default_factory=dict)
-    """Access to the bytes: `{node id or device uuid: the transport's handle}`; empty for collectives, which send the
+    """Handles with which receivers open the buffer, by host name or device uuid; empty for collectives, which send the
     bytes."""
 
 
@@ -87,7 +87,7 @@ def group_by_size(
 
 
 class BucketEntry(NamedTuple):
-    """A tensor of a bucket, or a part of one: its name, its values (a view), and of a part its place."""
+    """A tensor to pack, or a part of one: name and values, and for a part its place and the shape of the tensor."""
 
     name: str
     values: torch.Tensor
@@ -96,7 +96,10 @@ class BucketEntry(NamedTuple):
 
 
 def cut(group: Iterable[tuple[str, torch.Tensor]], parts: BlocksByName | None) -> list[BucketEntry]:
-    """Return the pieces of a group that a lane receives, with integers and completely read tensors uncut."""
+    """Return the tensors of a group, or parts of them, that a lane receives.
+
+    Tensors that are read completely, and integer tensors that are read at all, are not cut into parts.
+    """
     entries: list[BucketEntry] = []
     for name, tensor in group:
         shape = tuple(tensor.shape)
@@ -109,7 +112,7 @@ def cut(group: Iterable[tuple[str, torch.Tensor]], parts: BlocksByName | None) -
 
 
 def plan_slots(pieces: Iterable[BucketEntry]) -> tuple[list[TensorSlot], int]:
-    """Assign each piece its position, and return the slots and the buffer size in bytes."""
+    """Return a slot for each tensor or part, and the size of the buffer in bytes."""
     slots: list[TensorSlot] = []
     offset = 0
     for name, values, part, full_shape in pieces:
@@ -121,7 +124,7 @@ def plan_slots(pieces: Iterable[BucketEntry]) -> tuple[list[TensorSlot], int]:
 
 
 def pack(pieces: Iterable[BucketEntry], slots: list[TensorSlot], flat: torch.Tensor) -> None:
-    """Copy each piece to its slot in `flat` (uint8, at least the planned size)."""
+    """Copy each tensor or part to its slot in `flat`, a uint8 tensor of at least the planned size."""
     for piece, slot in zip(pieces, slots, strict=True):
         view_of(flat, slot).copy_(piece.values.detach())
 
@@ -135,9 +138,9 @@ def view_of(flat: torch.Tensor, slot: TensorSlot) -> torch.Tensor:
 def unpack(flat: torch.Tensor, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
     """Return the tensors of a bucket by name, in the order they were packed.
 
-    Whole tensors of the last bucket are views into `flat`. Those of earlier buckets are copies: an engine may keep them
-    until a layer is complete, and the sender reuses its buffers. Parts are copied into tensors of the full shape, whose
-    other elements are undefined, or NaN if the bucket `is_trial`.
+    Whole tensors of the last bucket are views into `flat`. Those of earlier buckets are copies, because an engine may
+    keep them until a layer is complete, and the sender reuses its buffers. Parts are copied into tensors of the full
+    shape. The other elements of these tensors are undefined, or NaN if `bucket.is_trial` is set.
     """
     tensors: dict[str, torch.Tensor] = {}
     for slot in bucket.slots:

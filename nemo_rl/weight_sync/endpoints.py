@@ -1,13 +1,13 @@
-"""Implement the two ends of a weight stream: `WeightSender` in trainer ranks, `WeightReceiver` in engines.
+"""The two ends of a weight stream: `WeightSender` in trainer ranks, and `WeightReceiver` in engines.
 
-Flow of one sync, driven by the controller (`algorithms.rollout.refit`):
+The controller (`algorithms.rollout.refit`) runs one sync in this order:
 
     sender.begin(weights) ─► buckets = sender.next_buckets() ─► receiver.received(bucket of its lane) ─┐
                                           ▲───────────────────────── until bucket.is_last ◄────────────┘
     receiver.finish() ─► SyncReceipt ─► verify.check_receipts
 
-Invariant: all trainer ranks walk the stream in step, because they give each other what they pack (`exchange`), even
-those that do not pack.
+Invariant: all trainer ranks call `next_buckets` together, even those that pack nothing, because a rank that packs gets
+blocks of weights from the other ranks (`exchange`).
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ from nemo_rl.weight_sync.verify import SyncReceipt, fingerprints, mismatched_nam
 
 
 def make_sender_transport(lane: Lane, rank: int, is_node_leader: bool) -> SenderTransport | None:
-    """Make the transport into which a trainer rank packs for a lane, or None if it only gives blocks to others."""
+    """Return the transport into which a trainer rank packs for a lane, or None if the rank does not pack for it."""
     if lane.spec.name == "cuda_ipc":
         return CudaIpcSender(lane.spec)
     if lane.spec.name == "shared_memory":
@@ -57,7 +57,7 @@ def make_sender_transport(lane: Lane, rank: int, is_node_leader: bool) -> Sender
 
 
 def make_receiver_transport(spec: TransportSpec, rank: int) -> ReceiverTransport:
-    """Make the transport of the engines' worker `rank`.
+    """Return the transport of a worker, whose `rank` is its number among the workers of all engines.
 
     Raises:
         ValueError: the worker is not in the lane.
@@ -70,14 +70,15 @@ def make_receiver_transport(spec: TransportSpec, rank: int) -> ReceiverTransport
 
 
 class WeightSender:
-    """Streams the weights of a trainer rank, which has one such object, as buckets, one of every lane at a time.
+    """Streams the weights of a trainer rank as buckets. Each step of the stream has one bucket for each lane.
 
     Args:
         lanes: the lanes of the stream.
         rank: global trainer rank.
         is_node_leader: whether this rank packs for its host (shared memory).
-        group: all trainer ranks; None: this rank holds all weights.
-        encoding: what is sent in place of weights; None: the weights. Lanes then have no parts.
+        group: all trainer ranks; None if this rank holds all weights.
+        encoding: converts weights to the tensors that are sent, which requires lanes of whole tensors; None sends the
+            weights unchanged.
     """
 
     def __init__(
@@ -112,14 +113,15 @@ class WeightSender:
 
     @property
     def received_bytes(self) -> int:
-        """Bytes of weights that this rank has received from other trainer ranks so far."""
+        """Number of bytes of weights that this rank has received from other trainer ranks so far."""
         return self._exchange.received_bytes
 
     def begin(self, weights: HeldWeights) -> None:
-        """Start a stream, in a collective call if the weights are not those of the last stream.
+        """Start a stream. The call is collective if the descriptions of the weights have changed since the last stream.
 
         Raises:
-            WeightSyncError: ranks disagree about a tensor, or do not hold all of it; or the encoding takes no weight.
+            WeightSyncError: ranks disagree about a tensor, they do not hold all of it, or the encoding applies to no
+                weight.
         """
         described = weights.described()
         if described != self._planned:
@@ -132,7 +134,7 @@ class WeightSender:
         self._weights, self._reader, self._index = weights, BlockReader(weights), 0
 
     def next_buckets(self) -> list[Bucket]:
-        """Give other ranks what they pack of the next tensors, and pack a bucket of each lane.
+        """Send blocks of the next tensors to the ranks that pack them, and return a packed bucket for each lane.
 
         Raises:
             WeightSyncError: the stream has ended or holds no tensor.
@@ -148,7 +150,7 @@ class WeightSender:
         return buckets
 
     def _packed(self, number: int, step: PackingStep, blocks: Mapping[str, Blocks]) -> Bucket:
-        """Return a step's bucket of a lane, packed if this rank packs for the lane."""
+        """Return the bucket of a lane in a step. Its buffer is filled if this rank packs for the lane."""
         lane, transport, layout = self._lanes[number], self._transports[number], step.layouts[number]
         is_last = self._index == len(self._steps) - 1
         sent = layout if self._encoding is None else encoded_layout(layout, self._encoding)
@@ -166,7 +168,7 @@ class WeightSender:
         return bucket
 
     def send(self, bucket: Bucket) -> None:
-        """Send a packed bucket, if the transport is a sending one."""
+        """Send a packed bucket, if this rank packed it and the transport sends (`needs_send`)."""
         transport = self._transports[bucket.lane]
         if transport is not None and transport.needs_send and bucket.slots:
             transport.send(bucket)
@@ -179,7 +181,9 @@ class WeightSender:
 
 
 def merge_buckets(from_ranks: list[Bucket]) -> Bucket:
-    """Join the ranks' reports about one bucket: fingerprints of the first rank that packed it, handles of all.
+    """Return one description of a bucket from those of all ranks.
+
+    Fingerprints are those of the first rank that packed the bucket, and handles are those of all ranks.
 
     Raises:
         WeightSyncError: ranks disagree on the bucket's tensors.
@@ -194,17 +198,17 @@ def merge_buckets(from_ranks: list[Bucket]) -> Bucket:
 
 
 def _layout(bucket: Bucket) -> list[TensorSlot]:
-    """Return the part of a bucket on which all ranks must agree: everything but the fingerprints."""
+    """Return the slots of a bucket without their fingerprints, on which all ranks must agree."""
     return [dataclasses.replace(slot, fingerprint=None) for slot in bucket.slots]
 
 
 class WeightReceiver:
-    """Gives an engine the tensors of a weight stream and checks them.
+    """Receives the tensors of a weight stream in a worker of an engine, and checks them.
 
     Args:
         spec: settings that both ends share.
-        rank: position among all workers of all engines.
-        name: name in receipts.
+        rank: number of the worker among the workers of all engines.
+        name: name of the worker in receipts.
     """
 
     def __init__(self, spec: TransportSpec, rank: int, name: str):
@@ -214,14 +218,14 @@ class WeightReceiver:
         self._receipt = SyncReceipt(self._name, version=-1)
 
     def begin(self, version: int) -> None:
-        """Start counting for a new version."""
+        """Start a new receipt, for the weights of a version."""
         self._receipt = SyncReceipt(self._name, version)
 
     @contextmanager
     def received(self, bucket: Bucket) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Fetch and check a bucket, and give its tensors to the block that loads them.
+        """Receive and check a bucket, and run a block that loads its tensors.
 
-        After the block the bucket's bytes are no longer read.
+        When the context manager exits, the bucket's bytes are no longer read.
         """
         if not bucket.slots:
             yield []
@@ -235,7 +239,7 @@ class WeightReceiver:
             torch.cuda.synchronize(flat.device)
 
     def finish(self, unbound: list[str]) -> SyncReceipt:
-        """Close the stream, with the engine parameters that received nothing as `unbound`."""
+        """Return the receipt of the stream. `unbound` are the names of engine parameters that received nothing."""
         self._receipt.unbound = unbound
         return self._receipt
 

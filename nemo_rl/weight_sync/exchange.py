@@ -1,20 +1,16 @@
-"""Fill buckets from the blocks of all trainer ranks: plan the moves of blocks, make them, encode what is packed.
+"""Fill buckets from the blocks of all trainer ranks: plan the moves of blocks, exchange them, encode what is packed.
 
-Plan which blocks of the weights the trainer ranks give each other, so that those that pack have what they pack. Input
-is what each rank holds and packs, and what each lane's receivers read. A rank gets only the elements that it packs,
-each of them once, and from the nearest rank if several hold them. The plan is made once, and used until the lanes or
-the weights change.
+`plan_steps` plans which blocks of weights the trainer ranks send to the ranks that pack buckets. The plan follows from
+the blocks that each rank holds, from the lanes for which it packs, and from the parts that the receivers of each lane
+read. A rank receives only elements that it packs, each of them once, and from the nearest rank if several hold them.
+The plan is used until the lanes or the weights change. Invariant: all ranks derive the same steps and slots from the
+same descriptions. Each rank's plan has the moves in which it takes part, and both sides of a move have the same order.
 
-Invariant: all ranks derive the same steps, with the same slots, from the same descriptions; of the moves each has
-those in which it takes part, in an order that both sides of a move share.
+`BlockExchange` carries out the moves. All blocks of a step that go from one rank to another are one message. Invariant:
+both sides place the blocks of a message in the order of the plan, so no description is sent with them.
 
-Carry out the moves of a plan: trainer ranks give blocks of weights to the ranks that pack them. All blocks of
-a step that go from one rank to another travel as one message. Invariant: both sides of a message place its blocks in
-the order of the plan, so no description travels with them.
-
-Send something else in place of weights, such as float8 values and scales, made where a bucket is packed. Only whole
-tensors are encoded, so lanes of parts do not go with it. Invariant: fingerprints are those of the encoded bytes, which
-are the bytes that arrive.
+An `Encoding` replaces weights by other tensors, such as float8 values and scales, when a bucket is packed. Only whole
+tensors can be encoded, so it needs lanes of whole tensors. Invariant: fingerprints are those of the encoded bytes.
 """
 
 from bisect import bisect_left
@@ -34,33 +30,33 @@ from nemo_rl.weight_sync.parts import BlocksByName, Held, HeldWeights
 
 @dataclass(frozen=True)
 class RankOfTrainer:
-    """A trainer rank as the plan sees it."""
+    """Description of a trainer rank for the plan."""
 
     weights: Sequence[Held]
-    """Tensors that it holds."""
+    """Tensors of which the rank holds blocks."""
     packs: Sequence[bool]
-    """For each lane, whether it packs its buckets."""
+    """For each lane, whether the rank packs its buckets."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """A block that a rank gives to another one, or that it packs itself."""
+    """A block that a rank sends to another rank, or that it packs itself."""
 
     name: str
     """Name of the tensor."""
     dtype: str
-    """Its dtype, without the prefix."""
+    """Dtype of the tensor without its prefix, for example "bfloat16"."""
     block: TensorBlock
     """Place of the block in the tensor."""
     source: int
-    """Rank that holds it."""
+    """Rank that holds the block."""
     target: int
-    """Rank that packs it."""
+    """Rank that packs the block."""
 
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """A bucket: its slots and its size in bytes."""
+    """Slots of a bucket, and its size in bytes."""
 
     slots: list[TensorSlot]
     num_bytes: int
@@ -86,7 +82,7 @@ class _Weight:
     blocks: dict[TensorBlock, list[int]]
 
     def empty(self) -> tuple[str, torch.Tensor]:
-        """Return name and shape as a tensor without values."""
+        """Return the name and a tensor on the meta device with the shape and dtype of the weight."""
         held = self.held
         return held.name, torch.empty(held.shape, dtype=getattr(torch, held.dtype), device="meta")
 
@@ -94,13 +90,13 @@ class _Weight:
 def plan_steps(
     ranks: Sequence[RankOfTrainer], me: int, lanes: Sequence[BlocksByName | None], bucket_size_bytes: int
 ) -> list[PackingStep]:
-    """Plan a stream.
+    """Return the steps of a stream.
 
     Args:
         ranks: all trainer ranks.
         me: index of this rank.
-        lanes: what the receivers of each lane read; None: whole tensors.
-        bucket_size_bytes: bytes of whole tensors in a step; a larger tensor has a step of its own.
+        lanes: for each lane, the parts that its receivers read, or None for whole tensors.
+        bucket_size_bytes: largest size of the whole tensors in a step; a larger tensor has a step of its own.
 
     Raises:
         WeightSyncError: ranks disagree about a tensor, or do not hold all of it.
@@ -119,7 +115,7 @@ def plan_steps(
 
 
 def place_of(slot: TensorSlot) -> TensorBlock:
-    """Return the part of a tensor that a slot holds."""
+    """Return the place, in its tensor, of the values that a slot holds."""
     return whole_block(slot.shape) if slot.part is None else slot.part
 
 
@@ -142,7 +138,7 @@ def _joined(ranks: Sequence[RankOfTrainer]) -> dict[str, _Weight]:
 
 
 def _moves(weight: _Weight, wanted: TensorBlock, targets: Sequence[int], me: int) -> Iterator[Move]:
-    """Yield the moves with `me` as source or target that bring a part of a tensor to the targets."""
+    """Yield those moves of a part of a tensor to the targets in which the rank `me` is source or target."""
     mine = [(block, holders) for block, holders in weight.blocks.items() if me in holders]
     for target in targets:
         for block, holders in weight.blocks.items() if target == me else mine:
@@ -153,7 +149,7 @@ def _moves(weight: _Weight, wanted: TensorBlock, targets: Sequence[int], me: int
 
 
 def _nearest(ranks: Sequence[int], target: int) -> int:
-    """Return the rank that is next to a target, or is the target: such ranks share a machine most often."""
+    """Return the rank whose number is nearest to the target's, because such ranks are most often on one machine."""
     after = bisect_left(ranks, target)
     return min(ranks[max(0, after - 1) : after + 1], key=lambda rank: abs(rank - target))
 
@@ -162,21 +158,21 @@ _STEP_BYTES = 4 * 1024**2
 """Bytes of whole tensors that `everywhere` moves together."""
 
 Blocks = Sequence[tuple[TensorBlock, torch.Tensor]]
-"""Blocks of a tensor: their places in it, and their values."""
+"""Blocks of a tensor, as pairs of a place in the tensor and the values."""
 
 
 class BlockExchange:
-    """The trainer ranks, seen from one of them.
+    """Exchanges blocks of weights between the trainer ranks.
 
     Args:
-        group: the ranks; None: this rank is alone.
+        group: all trainer ranks; None if this rank is the only one.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self._rank = 0 if group is None else group.rank()
         self.received_bytes = 0
-        """Bytes that this rank has received from other ranks so far."""
+        """Number of bytes that this rank has received from other ranks so far."""
 
     def plan(
         self,
@@ -185,7 +181,13 @@ class BlockExchange:
         lanes: Sequence[BlocksByName | None],
         bucket_size_bytes: int,
     ) -> list[PackingStep]:
-        """Plan a stream with all ranks, with the arguments of `plan_steps` and `packs` of this rank.
+        """Return the steps of a stream, in a collective call.
+
+        Args:
+            weights: weights of which this rank holds blocks.
+            packs: for each lane, whether this rank packs its buckets.
+            lanes: see `plan_steps`.
+            bucket_size_bytes: see `plan_steps`.
 
         Raises:
             WeightSyncError: see `plan_steps`.
@@ -200,15 +202,15 @@ class BlockExchange:
     def run(
         self, step: PackingStep, blocks: Mapping[str, Blocks], device: torch.device
     ) -> dict[str, list[tuple[TensorBlock, torch.Tensor]]]:
-        """Give and take the blocks of a step, together with all ranks that give or take any.
+        """Send and receive the blocks of a step, together with all ranks that send or receive any.
 
         Args:
-            step: what moves.
+            step: the step, with its moves.
             blocks: this rank's blocks of the step's tensors, by name.
             device: device of the blocks.
 
         Returns:
-            The blocks that this rank packs, by name of the tensor; they may share memory with its own.
+            The blocks that this rank packs, by the name of the tensor; they may share memory with `blocks`.
         """
         kept = [(move, _cut(blocks[move.name], move.block)) for move in step.moves if move.source == self._rank]
         arrived = [(move, values) for move, values in kept if move.target == self._rank]
@@ -232,7 +234,7 @@ class BlockExchange:
     def _sends(
         self, leaving: Sequence[tuple[Move, torch.Tensor]], device: torch.device
     ) -> tuple[list[P2POp], list[torch.Tensor]]:
-        """Return one message to each other rank and its buffer, which ranks that get the same share."""
+        """Return one message to each target rank, and the buffers. Messages with the same content share a buffer."""
         pieces: dict[int, list[BucketEntry]] = {}
         for move, values in leaving:
             pieces.setdefault(move.target, []).append(BucketEntry(move.name, values, move.block))
@@ -249,7 +251,7 @@ class BlockExchange:
 
 
 def _cut(blocks: Blocks, wanted: TensorBlock) -> torch.Tensor:
-    """Return a part of a tensor from the block that contains it, as a view."""
+    """Return a part of a tensor as a view of the block that contains the part."""
     place, values = next(block for block in blocks if block[0].common(wanted) == wanted)
     return wanted.inside(place).of(values)
 
@@ -263,9 +265,9 @@ def fill(flat: torch.Tensor, layout: BucketLayout, blocks: Mapping[str, Blocks])
     """Copy blocks into the slots of a bucket.
 
     Args:
-        flat: uint8, the bucket's bytes.
-        layout: its slots.
-        blocks: by name of the tensor; together they cover all slots.
+        flat: the bucket's bytes, uint8.
+        layout: slots of the bucket.
+        blocks: blocks by the name of their tensor, which together cover all slots.
     """
     for slot in layout.slots:
         _fill_slot(view_of(flat, slot), slot, blocks.get(slot.name, ()))
@@ -280,14 +282,14 @@ def _fill_slot(values: torch.Tensor, slot: TensorSlot, blocks: Blocks) -> None:
 
 
 class BlockReader:
-    """Reads a rank's blocks step by step, to the end on all ranks."""
+    """Reads a rank's blocks step by step. All ranks must read all steps, because reading may be collective."""
 
     def __init__(self, weights: HeldWeights) -> None:
         self._described = {held.name: held for held in weights.described()}
         self._values = weights.values()
 
     def read(self, step: PackingStep) -> dict[str, list[tuple[TensorBlock, torch.Tensor]]]:
-        """Return this rank's blocks of a step's tensors, for steps in the order of the plan."""
+        """Return this rank's blocks of a step's tensors. Call this for the steps in the order of the plan."""
         found = {}
         for name in step.names:
             if name in self._described:
@@ -295,14 +297,14 @@ class BlockReader:
         return found
 
     def end(self) -> None:
-        """Run what the weights do after the last one was read."""
+        """Exhaust the iterator of values, which runs the code after its last value."""
         assert next(self._values, None) is None, "the weights are more than was described"
 
 
 def everywhere(weights: HeldWeights, group: dist.ProcessGroup | None) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and whole tensor of each weight on every rank, in a collective call.
 
-    Tensors may share memory with others that are yielded.
+    The yielded tensors may share memory with each other.
 
     Raises:
         WeightSyncError: see `plan_steps`.
@@ -321,23 +323,23 @@ def everywhere(weights: HeldWeights, group: dist.ProcessGroup | None) -> Iterato
 
 
 class Encoding(Protocol):
-    """Decides in which form each weight is sent."""
+    """Converts weights to the tensors that are sent in their place."""
 
     def takes(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Return whether something else is sent for a weight."""
+        """Return whether the encoding changes a weight."""
 
     def described(self, name: str, dtype: str, shape: tuple[int, ...]) -> list[tuple[str, str, tuple[int, ...]]]:
         """Return name, dtype (without its prefix) and shape of each tensor that is sent for a weight."""
 
     def encode(self, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors of `described`, in its order."""
+        """Return the tensors that are sent for a weight, in the order of `described`."""
 
 
 def check_used(encoding: Encoding, weights: Iterable[TensorSlot]) -> None:
-    """Refuse an encoding that takes no weight of a model.
+    """Refuse an encoding that changes no weight of a model.
 
     Raises:
-        WeightSyncError: it takes none.
+        WeightSyncError: the encoding changes no weight.
     """
     slots = list(weights)
     if not any(encoding.takes(slot.name, slot.shape) for slot in slots):
@@ -350,7 +352,7 @@ def check_used(encoding: Encoding, weights: Iterable[TensorSlot]) -> None:
 
 
 def encoded_layout(layout: BucketLayout, encoding: Encoding) -> BucketLayout:
-    """Return the layout of the bucket that is sent in place of one of whole weights."""
+    """Return the layout of the encoded bucket that is sent in place of a bucket of whole weights."""
     pieces = [
         BucketEntry(name, torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
         for slot in layout.slots
@@ -365,9 +367,11 @@ def fill_encoded(
     """Encode weights, one after another, into the slots of the bucket that is sent.
 
     Args:
-        flat: uint8, the bucket's bytes.
-        blocks: by name of the weight; together they cover all slots of `layout`.
-        encoding: what is sent in place of each weight.
+        flat: bytes of the bucket that is sent, uint8.
+        sent: slots of the bucket that is sent.
+        layout: slots of the bucket of whole weights.
+        blocks: blocks by the name of their weight, which together cover all slots of `layout`.
+        encoding: converts the weights.
     """
     targets = iter(sent.slots)
     for slot in layout.slots:

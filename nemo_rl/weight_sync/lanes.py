@@ -1,19 +1,18 @@
 """Divide a weight stream into lanes, and choose the lanes of each weight sync.
 
-Divide a weight stream into lanes: workers of engines that read the same parts of every tensor share one. A stream
-starts with one lane, in which every worker receives whole tensors. When it is known what each worker reads
-(`parts.ReadRecorder`), the workers at the same place of their engines get a lane of their own: a trainer rank sends its
-parts once, to all of them. Lanes have different senders where there are enough trainer ranks, so that their networks
-share the work. Invariant: every worker is in exactly one lane.
+A lane is a stream of weights from one sender to some workers of engines. At first all workers are in one lane and
+receive whole tensors. When the parts that each worker reads are known (`parts.ReadRecorder`), workers that read the
+same parts get a lane of their own, so that their parts are sent once to all of them. Lanes have different senders if
+there are enough trainer ranks, so that several networks share the work. Invariant: every worker is in exactly one lane.
 
-Choose the lanes of weight syncs: at first whole tensors for all workers, then only what each of them reads.
+`LaneChoice` chooses the lanes of a run's weight syncs:
 
     whole tensors, recorded ─► learn ─► parts, on trial ─► accept ─► parts
                                             └─► refuse ─► whole tensors from then on
 
-This is for collectives to engines of several workers: with other transports engines read the trainer's memory, so
-nothing is sent, and an engine of one worker reads everything. Invariant: parts are used only after a trial in which the
-engines computed the same with them as with whole tensors (`algorithms.rollout.refit`).
+Parts are used only for collectives to engines with several workers. With other transports engines read the trainer's
+memory, so nothing is sent, and an engine with one worker reads everything. Invariant: parts are used only after a trial
+in which the engines computed the same with parts as with whole tensors (`algorithms.rollout.refit`).
 """
 
 import dataclasses
@@ -28,18 +27,18 @@ from nemo_rl.weight_sync.transport import TransportSpec
 
 @dataclass(frozen=True)
 class Lane:
-    """One way for weights from the trainer to engines."""
+    """A stream of weights from the trainer to some workers of engines."""
 
     spec: TransportSpec
     sender: int = 0
-    """Trainer rank that sends; fetching transports have senders on every node or device instead."""
+    """Trainer rank that sends, for collectives. Other transports use a rank on every node or device instead."""
     parts: BlocksByName | None = None
-    """Parts that the workers read; None: whole tensors."""
+    """Parts of tensors that the workers receive; None for whole tensors."""
 
 
 @dataclass(frozen=True)
 class LanePlan:
-    """Workers of a lane, by rank among the workers of all engines, and what they read."""
+    """Workers of a lane, by their numbers among the workers of all engines, its sender, and the parts they read."""
 
     workers: tuple[int, ...]
     sender: int
@@ -47,12 +46,12 @@ class LanePlan:
 
 
 def plan_lanes(reads: Sequence[BlocksByName], num_workers: int, num_senders: int) -> list[LanePlan]:
-    """Group the workers of all engines by what they read.
+    """Group the workers of all engines by the parts that they read.
 
     Args:
-        reads: what the workers of one engine read, by their place in it.
-        num_workers: number of workers of all engines; worker w is at place `w % len(reads)`.
-        num_senders: number of trainer ranks; the lanes' senders are spread over them.
+        reads: the parts that each worker of one engine reads.
+        num_workers: number of workers of all engines; worker w reads the parts `reads[w % len(reads)]`.
+        num_senders: number of trainer ranks; the lanes' senders are spread over these ranks.
     """
     places: list[list[int]] = []
     for place, parts in enumerate(reads):
@@ -72,11 +71,11 @@ logger = logging.getLogger(__name__)
 
 
 class Trainers(Protocol):
-    """The trainer ranks, as senders."""
+    """The trainer ranks, from which senders are chosen."""
 
     @property
     def num_ranks(self) -> int:
-        """The number of trainer ranks."""
+        """Number of trainer ranks."""
 
     def meeting_point(self, rank: int) -> tuple[str, int]:
         """Return the address of a rank and a port that it reserves for one process group."""
@@ -84,7 +83,7 @@ class Trainers(Protocol):
 
 @dataclass(frozen=True)
 class LaneOfWorkers:
-    """A lane and the ranks of its workers among all engines' workers."""
+    """A lane, and the numbers of its workers among the workers of all engines."""
 
     lane: Lane
     workers: Sequence[int]
@@ -94,7 +93,8 @@ class LaneChoice:
     """Chooses the lanes of a run's syncs.
 
     Args:
-        spec: settings of the transport; for collectives, addresses and receivers are filled in here.
+        spec: settings of the transport; for collectives, this class fills in addresses and receivers.
+        workers_per_engine: number of workers of each engine.
         send_parts: whether parts may be sent.
     """
 
@@ -110,19 +110,19 @@ class LaneChoice:
 
     @property
     def wants_reads(self) -> bool:
-        """True if the workers shall record what they read in the next sync."""
+        """True if the workers must record in the next sync which parts of tensors they read."""
         return self._may_divide and not self._is_proven
 
     def must_meet(self, num_workers: int, membership: int) -> bool:
-        """Return whether a trainer rank and the workers will form new process groups, from the arguments of `of`."""
+        """Return whether `of` with these arguments makes lanes for which new process groups must be formed."""
         return self._spec.name == "collective" and self._key(num_workers, membership) != self._made_for
 
     def of(self, num_workers: int, membership: int) -> list[LaneOfWorkers]:
         """Return the lanes.
 
         Args:
-            num_workers: workers of the running engines.
-            membership: a number that changes with the engines; a collective's processes then meet again.
+            num_workers: number of workers of the running engines.
+            membership: a number that changes when engines are added or lost; new process groups are then formed.
         """
         key = self._key(num_workers, membership)
         if key != self._made_for:
@@ -131,7 +131,7 @@ class LaneChoice:
         return self._lanes
 
     def _key(self, num_workers: int, membership: int) -> tuple[int, int, bool]:
-        """Return what decides whether the lanes are made again."""
+        """Return the values on which the lanes depend. If they change, new lanes are made."""
         return num_workers, membership, self._reads is None
 
     def _make(self, num_workers: int, membership: int) -> list[LaneOfWorkers]:
@@ -147,17 +147,17 @@ class LaneChoice:
         return lanes
 
     def _meeting(self, workers: tuple[int, ...], sender: int, epoch: str) -> TransportSpec:
-        """Return the settings of a process group of a trainer rank and some workers."""
+        """Return the transport settings for a process group of one trainer rank and some workers."""
         address, port = self._trainers.meeting_point(sender)
         extra = {"epoch": epoch}
         return dataclasses.replace(self._spec, master_address=address, master_port=port, receivers=workers, extra=extra)
 
     def start_over(self) -> None:
-        """Send whole tensors, to learn what is read, because an interrupted trial proves nothing."""
+        """Send whole tensors and record the reads again, after a trial that was interrupted and proves nothing."""
         self._reads = None
 
     def learn(self, reads: Sequence[BlocksByName]) -> bool:
-        """Use the workers' reports on a sync of whole tensors, and return whether parts are on trial now."""
+        """Use the parts that workers read in a sync of whole tensors, and return whether parts are on trial now."""
         of_engine = list(reads[: self._workers_per_engine])
         if not all(of_engine):  # a worker loads without PyTorch's operations, or in another thread
             self._may_divide = False
@@ -166,10 +166,10 @@ class LaneChoice:
         return True
 
     def accept(self) -> None:
-        """Send parts from now on: the engines computed the same with them."""
+        """Send parts from now on, because the engines computed the same with parts as with whole tensors."""
         self._is_proven = True
 
     def refuse(self, reason: str) -> None:
-        """Send whole tensors again, because the engines compute something else with parts, or cannot show it."""
+        """Send whole tensors from now on, because parts gave other results or could not be tested."""
         logger.warning("Weights are sent whole (as with policy.generation.weight_sync.send_parts=false): %s.", reason)
         self._reads, self._may_divide = None, False

@@ -1,13 +1,13 @@
 """Parts of tensors, as an engine's loaders read them and as a trainer rank holds them.
 
-Describe parts of tensors, and find out which parts of a checkpoint's tensors an engine's loaders read. An engine of
-several ranks divides its layers in ways that only its own code knows: rows, columns, fused projections, experts,
-stages, padded vocabularies. `ReadRecorder` watches the operations on the tensors that the loaders are given, so the
-result needs no knowledge of any model. Invariant: a recorded part contains every element that was read.
+`ReadRecorder` finds the parts of a checkpoint's tensors that the loaders of an engine's worker read. An engine with
+several workers divides its layers in ways that only its own code knows: rows, columns, fused projections, experts,
+stages, padded vocabularies. The recorder watches the operations on the tensors that the loaders are given, so it needs
+no knowledge of the model. Invariant: the recorded parts contain every element that was read.
 
-Describe the blocks of the weights that a trainer rank holds, and read their values. A rank describes all of its weights
-at once and reads them one after another, so that a sync holds few converted tensors. Invariant: of a tensor, the blocks
-of two ranks are equal or disjoint, and all of them together are the tensor.
+`HeldWeights` describes the blocks of weights that a trainer rank holds, and reads their values. A rank describes all of
+its weights at once and reads them one after another, so that few converted tensors are in memory. Invariant: the blocks
+of a tensor on two ranks are equal or disjoint, and the blocks of all ranks together are the whole tensor.
 """
 
 import math
@@ -23,15 +23,15 @@ from torch.utils._pytree import tree_leaves
 from nemo_rl.distributed.ranks.tensor_block import TensorBlock, whole_block
 
 _MOST_PARTS = 16
-"""Parts of one tensor; if more are read, the smallest part that contains all of them is used."""
+"""Largest number of parts of one tensor. If more are read, the smallest block that contains all of them is used."""
 
 
 BlocksByName = dict[str, tuple[TensorBlock, ...]]
-"""Parts of tensors by Hugging Face name; of a tensor that is not read, none."""
+"""Parts of tensors by Hugging Face name; names of tensors without parts may be missing."""
 
 
 def add_block(parts: tuple[TensorBlock, ...], new: TensorBlock) -> tuple[TensorBlock, ...]:
-    """Add a part to disjoint ones, and join those that together are one block or overlap."""
+    """Add a part to disjoint parts, and join parts that overlap or that together are one block."""
     for held in parts:
         joined = held.around(new)
         overlap = held.common(new).numel
@@ -47,14 +47,15 @@ def add_block(parts: tuple[TensorBlock, ...], new: TensorBlock) -> tuple[TensorB
 
 
 def block_of_view(shape: tuple[int, ...], offset: int, view: torch.Tensor) -> TensorBlock:
-    """Return a part of a contiguous tensor that contains all elements of a view of it.
+    """Return a block of a contiguous tensor that contains all elements of a view of the tensor.
 
     Args:
-        offset: the tensor's first element in its storage.
-        view: the view; it may have any strides.
+        offset: index of the tensor's first element in its storage.
+        view: the view, which may have any strides.
 
     Returns:
-        The smallest block, if the view is one; otherwise whole rows of the first dimension.
+        The block with exactly the elements of the view if there is one, and otherwise whole rows of the first
+        dimension.
     """
     if not shape:
         return whole_block(shape)
@@ -68,7 +69,7 @@ def block_of_view(shape: tuple[int, ...], offset: int, view: torch.Tensor) -> Te
 
 
 def _index(position: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the index of an element of a contiguous tensor."""
+    """Return the index in every dimension of the element at a flat position of a contiguous tensor."""
     index: list[int] = []
     for size in reversed(shape):
         position, rest = divmod(position, size)
@@ -77,13 +78,13 @@ def _index(position: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _follows(view: torch.Tensor, sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Return whether a view steps through a block of a contiguous tensor and nothing else."""
+    """Return whether the elements of a view are those of a block of the given sizes in a contiguous tensor."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     return _merged(zip(strides, sizes, strict=True)) == _merged(zip(view.stride(), view.shape, strict=True))
 
 
 def _merged(steps: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return dimensions (stride, size) in order of their strides, with those joined that can be walked as one."""
+    """Return dimensions as pairs (stride, size), sorted by stride. Contiguous neighbouring dimensions are joined."""
     merged: list[tuple[int, int]] = []
     for stride, size in sorted(steps):
         if size == 1:
@@ -98,25 +99,25 @@ def _merged(steps: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 class ReadRecorder(TorchDispatchMode):
     """Records which parts of watched tensors are read while the mode is active.
 
-    A view reads nothing; every other operation on a view reads all of its elements. Code that gets at the memory
-    without PyTorch's operations is not noticed, so whoever relies on the result must check it once (`endpoints`).
+    Making a view reads nothing. Every other operation on a view reads all of its elements. Code that reads memory
+    without PyTorch's operations is not noticed, so the result must be tested once before it is used (`lanes`).
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.reads: BlocksByName = {}
-        """The parts by name; a name without reads is missing."""
+        """Parts that were read, by the name of the tensor; tensors that were not read are missing."""
         self._watched: dict[int, tuple[StorageWeakRef, str, tuple[int, ...], int]] = {}
 
     def watch(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Record reads of contiguous tensors, each alone in its storage, for as long as they exist."""
+        """Record reads of these tensors as long as they exist. They must be contiguous, each in its own storage."""
         for name, tensor in tensors:
             storage = tensor.untyped_storage()
             of_tensor = (StorageWeakRef(storage), name, tuple(tensor.shape), int(tensor.storage_offset()))
             self._watched[storage.data_ptr()] = of_tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note the tensors that an operation reads, and do it."""
+        """Record the watched tensors that an operation reads, and run the operation."""
         if not func.is_view:
             for value in tree_leaves((args, kwargs)):
                 if isinstance(value, torch.Tensor) and value.numel():
@@ -134,22 +135,22 @@ class ReadRecorder(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Held:
-    """A weight of which a rank holds blocks."""
+    """Description of a weight of which a rank holds blocks."""
 
     name: str
     """Hugging Face name."""
     dtype: str
-    """Torch dtype in which it is sent, without its prefix, for example "bfloat16"."""
+    """Torch dtype in which the weight is sent, without its prefix, for example "bfloat16"."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     order: tuple[int, ...]
-    """Place in the stream; the same on all ranks that hold some of the weight."""
+    """Sort key of the weight in the stream, equal on all ranks that hold blocks of the weight."""
     blocks: tuple[TensorBlock, ...]
     """Places of the rank's blocks in the tensor."""
 
 
 class HeldWeights(Protocol):
-    """The weights of a rank, or its part of them."""
+    """The weights of which a rank holds blocks."""
 
     @property
     def device(self) -> torch.device:
@@ -159,27 +160,27 @@ class HeldWeights(Protocol):
         """Return the weights in the order of the stream."""
 
     def values(self) -> Iterator[list[torch.Tensor]]:
-        """Yield the values of the blocks of each weight of `described`, in its order.
+        """Yield the values of the blocks of each weight, in the order of `described`.
 
-        Ranks that together compute a value do so when they reach it, so all ranks exhaust the iterator.
+        All ranks must exhaust the iterator, because some values are computed by several ranks together.
         """
 
 
 @dataclass(frozen=True)
 class Readable:
-    """A weight and how to read it."""
+    """A weight, and a function that reads it."""
 
     held: Held
     read: Callable[[], list[torch.Tensor]]
-    """Returns the values of its blocks."""
+    """Returns the values of the weight's blocks."""
 
 
 class SharedReads[K: Hashable]:
-    """Reads each of several tensors once for all blocks of them, and keeps them until the last block is read.
+    """Reads each of several tensors once for all its blocks, and keeps the tensors until the last block is read.
 
     Args:
-        read: reads a tensor.
-        uses: number of blocks of all tensors.
+        read: reads a tensor by its key.
+        uses: number of blocks of all tensors together.
     """
 
     def __init__(self, read: Callable[[K], torch.Tensor], uses: int) -> None:
@@ -187,7 +188,7 @@ class SharedReads[K: Hashable]:
         self._kept: dict[K, torch.Tensor] = {}
 
     def of(self, key: K) -> torch.Tensor:
-        """Return a tensor for one block of it."""
+        """Return the tensor of one block. Call this once for each block."""
         if key not in self._kept:
             self._kept[key] = self._read(key)
         found = self._kept[key]
@@ -202,7 +203,7 @@ class ReadableWeights:
 
     Args:
         weights: the weights, in any order.
-        finish: called when all have been read.
+        finish: called when all weights have been read.
     """
 
     def __init__(
@@ -227,7 +228,8 @@ class WholeWeights:
     """Tensors that this rank holds whole (see `HeldWeights`).
 
     Args:
-        iterate: yields name and tensor; called once for each stream, and before the first one to describe them.
+        iterate: yields names and tensors. It is called once for each stream, and once before the first stream for the
+            descriptions.
     """
 
     def __init__(

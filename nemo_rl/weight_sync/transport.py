@@ -1,25 +1,23 @@
-"""Transports: move the bytes of a bucket from a trainer rank to an engine, by one of three ways.
+"""Transports, which move the bytes of a bucket from a trainer rank to an engine: shared memory, CUDA IPC, collectives.
 
-Define transports, which move the bytes of a bucket from a trainer rank to a generator. A transport has two halves in
-different processes, which share only a picklable spec. Fetching transports (shared memory, CUDA IPC) leave the bytes
-where the receiver can map them; sending transports (collectives) move them while both sides take part. Invariant:
-transports move bytes and never interpret them.
+A transport has two halves in different processes, which share only a picklable spec. Fetching transports (shared
+memory, CUDA IPC) leave the bytes in memory that the receiver can map. Sending transports (collectives) move the bytes
+while both sides take part. Invariant: transports move bytes and never interpret them. A fetching sender does not change
+a buffer before all engines have loaded the bucket in it.
 
-Share weights through memory that the trainer and the engines of one host both map. The trainer packs buckets directly
-into two unnamed memory files that every sync reuses, so pages are allocated only once; engines map the same files
-through the /proc entry of the trainer's process. The kernel frees the memory when that process ends, for whatever
-reason. Invariant: the sender never rewrites a buffer before the controller has every receipt for the bucket that used
-it.
+Shared memory is for trainers and engines on one host. The trainer packs buckets directly into two unnamed memory files,
+which every sync reuses, so that pages are allocated only once. Engines map these files through the /proc entry of the
+trainer's process. The kernel frees the memory when that process ends, for whatever reason.
 
-Share weights through CUDA IPC: engine and trainer rank use the same GPU, so the bytes never leave it. Every trainer
-rank packs the bucket on its own GPU and publishes an IPC handle under that GPU's uuid; the engine on the same GPU opens
-it. A buffer is exported once and its mapping is kept, as with shared memory: torch makes new bookkeeping for a storage
-with each export and frees it only with the storage. Invariant: the sender holds the buffer until it has all receipts.
+CUDA IPC is for engines that use the same GPU as a trainer rank, so that the bytes never leave the GPU. Every trainer
+rank packs the bucket on its own GPU and publishes an IPC handle under that GPU's uuid, and the engine on this GPU opens
+the handle. A buffer is exported only once and its mapping is kept, because torch allocates data for each export and
+frees it only with the buffer.
 
-Send weights by broadcast over a process group of trainer rank 0 and all engines (NCCL or gloo). It is used if engines
-run on other devices or hosts than the trainers. The group is private: it does not affect the default groups of either
-side. Invariant: trainer rank 0 is rank 0 of the group, and rank i of the engines' workers is i + 1. A member whose
-broadcast fails leaves immediately, so that a peer's death ends every member's wait.
+Collectives (NCCL or gloo) are for engines on other devices or hosts. A trainer rank broadcasts to workers of engines
+over a private process group, which does not affect the default groups of either side. Invariant: the trainer rank is
+rank 0 of the group, and the workers have ranks from 1 on, in the order of `receivers`. A member whose broadcast fails
+leaves the group immediately, so that no member waits for a process that has ended.
 """
 
 import itertools
@@ -47,46 +45,46 @@ TransportName = Literal["shared_memory", "cuda_ipc", "collective"]
 
 @dataclass(frozen=True)
 class TransportSpec:
-    """Settings that both halves share, made once by the controller."""
+    """Settings that both halves of a transport share. The controller makes them."""
 
     name: TransportName
     """The kind of transport."""
     run_id: str
-    """Unique per run; prefix of the names of files and stores."""
+    """Unique id of the run, in the names of stores."""
     device: str = "cpu"
     """Device of the buckets, "cpu" or "cuda"."""
     bucket_size_bytes: int = 256 << 20
-    """Largest buffer (a single larger tensor still gets its own)."""
+    """Largest size of a buffer in bytes; a larger tensor gets a buffer of its own."""
     verify: bool = True
     """Whether fingerprints are computed and checked."""
     master_address: str = "127.0.0.1"
-    """Collective only: host of the rendezvous store (trainer rank 0)."""
+    """Collectives only: host of the rendezvous store, on which the sending trainer rank runs."""
     master_port: int = 0
-    """Collective only: port of the store."""
+    """Collectives only: port of the store."""
     receivers: tuple[int, ...] = ()
-    """Collective only: ranks of the engines' workers that receive, besides 1 trainer that sends."""
+    """Collectives only: numbers of the workers that receive, among the workers of all engines."""
     timeout_s: float = 600.0
-    """Collective only: seconds that one operation may take."""
+    """Collectives only: time limit of one operation in seconds."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Further options of a transport."""
 
     @property
     def world_size(self) -> int:
-        """Processes of a collective."""
+        """Number of processes of a collective."""
         return 1 + len(self.receivers)
 
 
 class SenderTransport(Protocol):
-    """Transport half in a trainer rank."""
+    """The half of a transport in a trainer rank."""
 
     needs_send: bool
-    """True if `send` must run while receivers receive."""
+    """Whether `send` must run while receivers receive."""
 
     def buffer(self, num_bytes: int, index: int) -> torch.Tensor:
         """Return a uint8 buffer of at least `num_bytes` for bucket `index`, which bucket `index + 2` reuses."""
 
     def publish(self, bucket: Bucket) -> None:
-        """Add the handle with which receivers on this node or device open the packed buffer."""
+        """Add to the bucket the handle with which receivers on this node or device open the packed buffer."""
 
     def send(self, bucket: Bucket) -> None:
         """Send the packed buffer (sending transports only)."""
@@ -96,7 +94,7 @@ class SenderTransport(Protocol):
 
 
 class ReceiverTransport(Protocol):
-    """Transport half in a generator."""
+    """The half of a transport in a worker of an engine."""
 
     def receive(self, bucket: Bucket) -> torch.Tensor:
         """Return the bucket's bytes as a uint8 tensor, which is valid until bucket `index + 2` is received."""
@@ -113,11 +111,11 @@ class MemoryHandle(NamedTuple):
     """Description with which another process of the host opens a buffer."""
 
     path: str
-    """Path of the memory."""
+    """Path of the memory file."""
     serial: int
-    """Number that distinguishes buffers that used the same path one after the other."""
+    """Number that distinguishes buffers that have had the same path at different times."""
     num_bytes: int
-    """Size of the buffer."""
+    """Size of the buffer in bytes."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +125,7 @@ class SharedBuffer:
     handle: MemoryHandle
     """Description for other processes."""
     flat: torch.Tensor
-    """[num_bytes] uint8."""
+    """`[num_bytes]` uint8, the mapped memory."""
     close: Callable[[], None]
     """Frees the memory; existing mappings stay valid."""
 
@@ -135,7 +133,8 @@ class SharedBuffer:
 def allocate(num_bytes: int) -> SharedBuffer:
     """Allocate shared memory of at least `num_bytes`.
 
-    On Linux it has no name and is limited only by the machine's memory; elsewhere it is a temporary file.
+    On Linux the memory has no name and is limited only by the machine's memory. On other systems it is a temporary
+    file.
     """
     num_bytes = max(num_bytes, 1)
     if hasattr(os, "memfd_create"):
@@ -155,7 +154,7 @@ def map_memory(handle: MemoryHandle) -> torch.Tensor:
     """Map a buffer as a shared uint8 tensor [num_bytes].
 
     Raises:
-        OSError: it does not exist, may not be opened, or has another size.
+        OSError: the buffer does not exist, may not be opened, or has another size.
     """
     size = os.path.getsize(handle.path)
     if size != handle.num_bytes:
@@ -167,7 +166,7 @@ def map_memory(handle: MemoryHandle) -> torch.Tensor:
 
 
 class SharedMemorySender:
-    """Trainer half, which only one rank per node uses (see `WeightSender`)."""
+    """The trainer's half of shared memory, which one rank per node uses (see `WeightSender`)."""
 
     needs_send = False
 
@@ -176,7 +175,7 @@ class SharedMemorySender:
         self._buffers: dict[int, SharedBuffer] = {}
 
     def buffer(self, num_bytes: int, index: int) -> torch.Tensor:
-        """See `SenderTransport.buffer`. It grows by allocating new memory, so old mappings stay valid."""
+        """See `SenderTransport.buffer`. A larger buffer is new memory, so that mappings of the old one stay valid."""
         slot = index % _NUM_BUFFERS
         held = self._buffers.get(slot)
         if held is None or held.flat.numel() < num_bytes:
@@ -190,7 +189,7 @@ class SharedMemorySender:
         bucket.handles[socket.gethostname()] = self._buffers[bucket.index % _NUM_BUFFERS].handle
 
     def send(self, bucket: Bucket) -> None:
-        """Do nothing: receivers map the memory."""
+        """Do nothing, because receivers map the memory."""
 
     def close(self) -> None:
         """Free the memory."""
@@ -200,7 +199,7 @@ class SharedMemorySender:
 
 
 class SharedMemoryReceiver:
-    """Generator half: maps the sender's buffers and keeps each mapping for later syncs."""
+    """The engine's half of shared memory, which maps the sender's buffers and keeps each mapping for later syncs."""
 
     def __init__(self, spec: TransportSpec):
         self._spec = spec
@@ -260,12 +259,12 @@ class _ExportedBuffer:
 
 
 def device_uuid(index: int = 0) -> str:
-    """Return the physical identity of a visible GPU, equal in every process that sees it."""
+    """Return the uuid of a visible GPU, which is the same in every process that sees the GPU."""
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
 class CudaIpcSender:
-    """Trainer half, used in every rank."""
+    """The trainer's half of CUDA IPC, which every rank uses."""
 
     needs_send = False
 
@@ -284,13 +283,13 @@ class CudaIpcSender:
         return held.flat[:num_bytes]
 
     def publish(self, bucket: Bucket) -> None:
-        """Publish the IPC handle under this GPU's uuid, after the packing kernels have finished."""
+        """Add the IPC handle under this GPU's uuid, after the packing kernels have finished."""
         torch.cuda.synchronize()
         handle = self._buffers[bucket.index % _NUM_BUFFERS].handle
         bucket.handles[device_uuid(torch.cuda.current_device())] = handle
 
     def send(self, bucket: Bucket) -> None:
-        """Do nothing: the engine maps the buffer."""
+        """Do nothing, because the engine maps the buffer."""
 
     def close(self) -> None:
         """Free the buffers."""
@@ -298,7 +297,7 @@ class CudaIpcSender:
 
 
 class CudaIpcReceiver:
-    """Generator half: maps the sender's buffers and keeps each mapping for later syncs."""
+    """The engine's half of CUDA IPC, which maps the sender's buffers and keeps each mapping for later syncs."""
 
     def __init__(self, spec: TransportSpec):
         self._spec = spec
@@ -344,9 +343,10 @@ def _map(handle: IpcHandle) -> torch.Tensor:
 
 @contextmanager
 def _plain_segments() -> Iterator[None]:
-    """Allocate with cudaMalloc: expandable segments are shared by file descriptor, which containers often refuse.
+    """Run a block in which memory is allocated with cudaMalloc and not in expandable segments.
 
-    The allocator reads its settings as a whole, so the environment's other settings are passed again.
+    Expandable segments are shared by file descriptors, which containers often do not allow. The allocator replaces all
+    of its settings at once, so the other settings of the environment are passed again.
     """
     _, settings = allocator_settings()
     if _EXPANDABLE not in settings:
@@ -360,21 +360,23 @@ def _plain_segments() -> Iterator[None]:
         apply(settings)
 
 
-# All members are called at the same time, so one that has not joined within a minute will not come.
+# All members are called at the same time, so a member that has not joined within a minute will not join any more.
 JOIN_TIMEOUT_S = 60.0
 BROADCAST_TIMEOUT_S = 60.0
-"""An NCCL kernel that waits for a dead peer reports no error, so a broadcast on GPUs ends after this and its bytes."""
+"""Time limit of a broadcast on GPUs in seconds, besides the time for its bytes. It is needed because an NCCL kernel
+that waits for a dead process reports no error."""
 LEAST_BYTES_PER_S = 20e6
-"""A slower network than this is not expected between GPUs."""
+"""Lowest speed that is expected of a network between GPUs."""
 _ASYNC_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class GroupMember:
-    """Membership of one process in the private group.
+    """Membership of one process in the private process group of a collective.
 
     Args:
-        spec: address of the store, number of members, and time limit of one operation, which is shorter on GPUs.
-        rank: this member's number; rank 0 hosts the store.
+        spec: address of the store, number of members, and time limit of one operation. On GPUs a shorter limit may
+            apply (`BROADCAST_TIMEOUT_S`).
+        rank: this member's rank in the group; rank 0 hosts the store.
 
     Raises:
         RuntimeError: not all members joined in time.
@@ -389,7 +391,7 @@ class GroupMember:
         """Broadcast a uint8 buffer from rank 0 and wait for it.
 
         Raises:
-            WeightSyncError: a peer has left or did not take part in time; this member has now left too.
+            WeightSyncError: another member has left or did not take part in time. This member leaves the group too.
         """
         if self._group is None:
             raise WeightSyncError("This process has left the group of the weight sync.")
@@ -398,30 +400,30 @@ class GroupMember:
         options.rootTensor = 0
         options.timeout = limit = self._limit(flat.numel())
         try:
-            # Do not bind the work to a name: the traceback of a failure would keep the group and its connections open.
+            # The work is bound to no name, because the traceback of an error would keep the group's connections open.
             self._group.broadcast([flat], options).wait(limit)
         except RuntimeError as error:
-            self._group.abort()  # cancel running work of a dead peer
+            self._group.abort()  # cancel work that waits for a process that has ended
             self.leave()
             raise WeightSyncError(f"The broadcast of weights failed: {error}") from error
         if flat.is_cuda:
             torch.cuda.current_stream(flat.device).synchronize()
 
     def _limit(self, num_bytes: int) -> timedelta:
-        """Return the time limit of a broadcast, which can be long for gloo, as it notices a dead peer by itself."""
+        """Return the time limit of a broadcast. It may be long for gloo, which reports a process that has ended."""
         if not self._on_gpu:
             return self._timeout
         return min(self._timeout, timedelta(seconds=BROADCAST_TIMEOUT_S + num_bytes / LEAST_BYTES_PER_S))
 
     def leave(self) -> None:
-        """Close this member's connections, and free an NCCL communicator's GPU memory before its collection."""
+        """Close this member's connections, and free the GPU memory of an NCCL communicator at once."""
         if self._group is not None and self._on_gpu:
-            self._group.abort()  # all broadcasts have been waited for, so that no work is lost
+            self._group.abort()  # no work is lost, because each broadcast has been waited for
         self._group = None
 
 
 def _join(spec: TransportSpec, rank: int) -> Any:
-    """Join the other members at the address, and return a backend with `broadcast` (gloo on CPU, NCCL on CUDA)."""
+    """Join the other members through the store, and return a gloo or NCCL process group for `broadcast`."""
     timeout = timedelta(seconds=min(spec.timeout_s, JOIN_TIMEOUT_S))
     store = open_store(spec.master_address, spec.master_port, rank, spec.world_size, timeout)
     named = dist.PrefixStore(f"nemo_rl-{spec.run_id}-{spec.extra.get('epoch', 0)}", store)
@@ -436,11 +438,11 @@ def _join(spec: TransportSpec, rank: int) -> Any:
 
 @contextmanager
 def _errors_stay_errors() -> Iterator[None]:
-    """Make an NCCL group that only reports a failed broadcast to its caller.
+    """Run a block that makes an NCCL group which reports a failed broadcast to its caller only.
 
-    By default (3) its watchdog thread ends the whole process, so a dead engine would end the trainer too. A group reads
-    the variable when it is constructed; other groups are not affected. The watchdog still tells the default group of
-    the process, which `process_group.outlive_failed_groups` keeps from acting on it.
+    By default (3) the watchdog thread of a group ends the whole process, so an engine that ends would end the trainer
+    too. A group reads the variable when it is constructed, so other groups are not affected. The watchdog still informs
+    the default group of the process; `process_group.outlive_failed_groups` prevents a reaction to this.
     """
     before = os.environ.get(_ASYNC_ERROR_HANDLING)
     os.environ[_ASYNC_ERROR_HANDLING] = "0"
@@ -454,7 +456,7 @@ def _errors_stay_errors() -> Iterator[None]:
 
 
 class CollectiveSender:
-    """Trainer half, used in rank 0 only."""
+    """The trainer's half of a collective, which the sending rank of a lane uses."""
 
     needs_send = True
 
@@ -472,10 +474,10 @@ class CollectiveSender:
         return held[:num_bytes]
 
     def publish(self, bucket: Bucket) -> None:
-        """Do nothing: the bytes are sent."""
+        """Do nothing, because `send` sends the bytes."""
 
     def send(self, bucket: Bucket) -> None:
-        """Broadcast the packed buffer to all engines."""
+        """Broadcast the packed buffer to all receivers."""
         self._member.broadcast(self._buffers[bucket.index % 2][: bucket.num_bytes])
 
     def close(self) -> None:
@@ -485,14 +487,14 @@ class CollectiveSender:
 
 
 class CollectiveReceiver:
-    """Generator half."""
+    """The engine's half of a collective."""
 
     def __init__(self, spec: TransportSpec, rank: int):
         self._spec = spec
         self._member = GroupMember(spec, rank)
 
     def receive(self, bucket: Bucket) -> torch.Tensor:
-        """See `ReceiverTransport.receive`. It blocks until trainer rank 0 sends."""
+        """See `ReceiverTransport.receive`. The call waits until the trainer sends."""
         flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._spec.device)
         self._member.broadcast(flat)
         return flat

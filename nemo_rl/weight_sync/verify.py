@@ -1,7 +1,7 @@
 """Verify that the weights that arrived are the weights that were sent.
 
-The sender adds a fingerprint to each tensor; the receiver computes it again from the bytes it got and answers with a
-receipt. Invariant: a mismatch raises `WeightSyncError` with tensor names.
+The sender adds a fingerprint to each tensor. The receiver computes the fingerprint again from the bytes that arrived,
+and answers with a receipt. Invariant: a mismatch raises a `WeightSyncError` that names the tensors.
 """
 
 import itertools
@@ -15,7 +15,8 @@ from nemo_rl.weight_sync.buckets import Bucket, TensorSlot
 
 _WORD_BYTES = 4
 _CHUNK_WORDS = 1 << 18
-# Chunks per kernel: a core's cache holds one; a GPU needs few launches (128 MiB of products).
+# Number of chunks for one kernel: one on a CPU, whose cache holds one, and many on a GPU, which needs few launches (the
+# products take 128 MiB).
 _CHUNKS_AT_A_TIME = {"cpu": 1, "cuda": 64}
 _CHUNK_MULTIPLIER = 0x9E3779B97F4A7C15
 _MASK_64 = (1 << 64) - 1
@@ -23,16 +24,16 @@ _MASK_64 = (1 << 64) - 1
 
 @dataclass
 class SyncReceipt:
-    """A generator's answer to one weight sync."""
+    """Answer of an engine's worker to one weight sync."""
 
     receiver: str
-    """Name of the engine's worker that answers."""
+    """Name of the worker."""
     version: int
-    """Weight version with which it generates now."""
+    """Version of the weights that the worker has received."""
     num_tensors: int = 0
-    """Tensors it received."""
+    """Number of tensors that the worker has received."""
     num_bytes: int = 0
-    """Payload bytes it received."""
+    """Number of bytes that the worker has received."""
     mismatched: list[str] = field(default_factory=list)
     """Names of tensors whose fingerprint differs from the sender's."""
     unbound: list[str] = field(default_factory=list)
@@ -42,14 +43,14 @@ class SyncReceipt:
 def fingerprints(flat: torch.Tensor, slots: Sequence[TensorSlot]) -> list[int]:
     """Compute a 64-bit checksum of each tensor's bytes that depends on their order.
 
-    Computes `sum_i word_i * (2 i + 1)` modulo 2^64 over signed 4-byte words in chunks of 2^18 words, then
-    chains the chunk sums. Within a chunk every change of a single word and every exchange of two words
-    changes the sum: the difference is never a multiple of 2^64, because words are narrower than the sum.
-    Runs on the buffer's device, gives the same numbers on every device, and waits for the device once.
+    The checksum is `sum_i word_i * (2 i + 1)` modulo 2^64 over signed 4-byte words in chunks of 2^18 words, and the
+    sums of the chunks are chained. Within a chunk, a change of a single word or an exchange of two different words
+    always changes the sum, because the difference is too small to be a multiple of 2^64. The function runs on the
+    buffer's device, gives the same numbers on every device, and waits for the device once.
 
     Args:
         flat: uint8 bucket buffer.
-        slots: the tensors' positions; bytes between tensors are not covered.
+        slots: positions of the tensors; bytes between tensors are not included.
     """
     most_words = max((slot.num_bytes // _WORD_BYTES for slot in slots), default=0)
     length = min(_CHUNK_WORDS, most_words)
@@ -63,7 +64,7 @@ def fingerprints(flat: torch.Tensor, slots: Sequence[TensorSlot]) -> list[int]:
 
 
 def fingerprint(flat: torch.Tensor, slot: TensorSlot) -> int:
-    """Compute `fingerprints` of one tensor."""
+    """Return the fingerprint of one tensor (see `fingerprints`)."""
     return fingerprints(flat, [slot])[0]
 
 
@@ -82,7 +83,11 @@ def _sums(raw: torch.Tensor, weights: torch.Tensor, products: torch.Tensor) -> I
 
 
 def _chained(num_bytes: int, values: Iterator[int]) -> int:
-    """Compute the fingerprint of a tensor of `num_bytes` from its next values."""
+    """Return the fingerprint of a tensor of `num_bytes` bytes.
+
+    Args:
+        values: iterator over the results of `_sums` for all tensors; the values of this tensor come next.
+    """
     num_words, num_tail_bytes = divmod(num_bytes, _WORD_BYTES)
     result = num_bytes
     for value in itertools.islice(values, -(-num_words // _CHUNK_WORDS)):
@@ -103,8 +108,8 @@ def check_receipts(receipts: list[SyncReceipt], buckets: list[Bucket], version: 
     """Compare every engine's receipt with the buckets that were sent.
 
     Raises:
-        WeightSyncError: no engine answered, or one reports another version, another number of tensors or
-            bytes, tensors whose content differs, or parameters that received nothing.
+        WeightSyncError: no engine answered, or a receipt has another version, another number of tensors or bytes,
+            tensors whose content differs, or parameters that received nothing.
     """
     num_tensors = sum(len(bucket.slots) for bucket in buckets)
     num_bytes = sum(bucket.num_bytes for bucket in buckets)

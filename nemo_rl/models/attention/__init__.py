@@ -1,4 +1,4 @@
-"""Attention for all backends: `plan` says which keys a query sees, `kernels` computes it."""
+"""Attention for all backends: `plan` describes which keys a query sees, and `kernels` computes the attention."""
 
 from nemo_rl.models.attention.kernels import attend
 from nemo_rl.models.attention.plan import AttentionPlan, PackedRow, Piece, Scoring, plan_of_row

@@ -1,10 +1,8 @@
-"""Flash attention over many pieces in one call: the choice of a version, and the call.
+"""Flash attention over many pieces in one call, by torch's kernel or by that of the `flash-attn` package.
 
-Choice of flash attention: the optional package `flash-attn`, and version 3 in place of torch's version 2.
-
-Flash attention over many pieces in one call, by torch's kernel or by that of the `flash-attn` package. Flash attention
-aligns its causal mask at the bottom right if a piece has more keys than queries, as plans do (flash-attn since 2.1;
-torch's varlen kernel is built from it). The rescaling by sinks is the softmax over one extra column, written with the
+`use_flash_attention` can replace torch's version 2 by version 3. If a piece has more keys than queries, both kernels
+align the causal mask at the bottom right, as plans do (flash-attn since 2.1, from which torch's varlen kernel is
+built). With attention sinks the output is rescaled: the softmax has one more column, and the factor follows from the
 log-sum-exp of the other columns.
 """
 
@@ -24,7 +22,7 @@ from nemo_rl.utils.errors import ConfigError
 _KEY = "policy.dtensor_cfg.flash_attention_version"
 _PACKAGE_OF_3 = "flash_attn_interface"
 _CAPABILITY_OF_3 = 9
-"""First number of the compute capability that version 3 is written for (Hopper)."""
+"""Major compute capability that version 3 needs (Hopper)."""
 
 
 @cache
@@ -50,7 +48,7 @@ def why_not_3(device: torch.device) -> str:
 
 
 def use_flash_attention(version: int, device: torch.device) -> None:
-    """Make this process use one version of flash attention, of which 2 is torch's own and changes nothing.
+    """Make this process use a version of flash attention. Version 2 is torch's own and changes nothing.
 
     Raises:
         ConfigError: version 3 cannot run here.
@@ -67,7 +65,7 @@ def use_flash_attention(version: int, device: torch.device) -> None:
 
 @contextmanager
 def flash_attention(version: int, device: torch.device) -> Iterator[None]:
-    """Run a block with the flash attention of a version, and then with torch's own again.
+    """Run a block with a version of flash attention, and restore torch's own version after it.
 
     Raises:
         ConfigError: version 3 cannot run here.
@@ -83,7 +81,7 @@ def flash_attention(version: int, device: torch.device) -> Iterator[None]:
 
 
 type Kernel = Callable[[Tensor, Tensor, Tensor, Bounds, Scoring], Tensor]
-"""Maps query `[T, H, D]` and key and value `[T_k, H_kv, D]` of all pieces to `[T, H, D]`."""
+"""Maps the query `[T, H, D]` and the key and value `[T_k, H_kv, D]` of all pieces to the output `[T, H, D]`."""
 
 _MAX_HEAD_DIM = 256
 _HEAD_DIM_MULTIPLE = 8
@@ -91,7 +89,7 @@ _CAPABILITY = (8, 0)
 
 
 def find_kernel(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Kernel | None:
-    """Return the first kernel that takes these tensors `[b, H, T, D]` and supports the scoring, or None."""
+    """Return the first kernel that accepts these tensors `[b, H, T, D]` and supports the scoring, or None."""
     if not _can_run(query, key, value):
         return None
     if scoring.softcap is None and scoring.dropout == 0.0:
@@ -125,10 +123,10 @@ def torch_varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scor
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scoring: Scoring, **kwargs: Any) -> Any:
-    # Imported at the first call: it imports torch's compiler, which takes two seconds that a CPU run does not need.
+    # Imported here, because the module imports torch's compiler, which takes two seconds and is not needed on CPUs.
     from torch.nn.attention.varlen import varlen_attn
 
-    # torch 2.11 shares key heads without this argument.
+    # torch 2.11 has no such argument, and shares key heads without it.
     if "enable_gqa" in _parameters(varlen_attn):
         kwargs["enable_gqa"] = query.shape[1] != key.shape[1]
     window_size = _window_size(bounds, scoring)
@@ -138,10 +136,11 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scoring:
 class _WithSinks(torch.autograd.Function):
     """Attention with one extra key per head, which has the score `sink` and no value.
 
-    With `L = logsumexp(scores)` and `L' = logaddexp(L, sink)` the output is `out * exp(L - L')`. Torch's kernel has no
-    gradient of `L` (its backward drops it), so autograd cannot differentiate the rescaling. The backward kernel
-    recomputes the weights `exp(score - L')` and the row sums `D = grad . out'` from the output and log-sum-exp it is
-    given; here it is given those with sinks. The gradient of the sink is `-sum_t exp(sink - L'_t) D_t`.
+    With `L = logsumexp(scores)` and `L' = logaddexp(L, sink)` the output is `out' = out * exp(L - L')`. The backward
+    pass of torch's kernel ignores a gradient of `L`, so autograd cannot differentiate the rescaling. The backward
+    kernel recomputes the weights `exp(score - L')` and the row sums `D = grad . out'` from the output and the
+    log-sum-exp that are passed to it, which here are `out'` and `L'`. The gradient of the sink is
+    `-sum_t exp(sink - L'_t) D_t`.
     """
 
     @staticmethod
@@ -190,7 +189,7 @@ def _by_package(
 
 
 def _window_size(bounds: Bounds, scoring: Scoring) -> tuple[int, int]:
-    """Return the number of keys left and right of a query's own, with -1 on the left for all, the fastest case."""
+    """Return the numbers of keys that a query sees left and right of its own key. -1 means all, and is fastest."""
     window = scoring.window
     return (-1 if window is None or window >= bounds.longest_keys else window - 1, 0)
 

@@ -1,13 +1,12 @@
 """Compute attention over the pieces of a plan, or over keys and values that a cache keeps.
 
-Compute attention over the pieces of a plan with the fastest kernel that supports the layer's scoring. Kernels are tried
-in this order: torch's varlen flash attention, the `flash-attn` package if it is installed (`flash_attn`), and then,
-piece by piece, torch's scaled-dot-product attention, or plain matrix products if scores are capped or the layer has
-sinks. Invariant: the choice changes speed and rounding only; a case that a kernel does not support goes to the next
-kernel.
+`attend` uses the first kernel that supports the layer's scoring, fastest first: torch's varlen flash attention, the
+`flash-attn` package if it is installed (`flash_attn`), and then, piece by piece, torch's scaled-dot-product attention,
+or plain matrix products if scores are capped or the layer has sinks. Invariant: the choice changes only speed and
+rounding.
 
-Attend to tokens of earlier passes, whose keys and values a cache keeps. The tokens of a pass are one row of the model,
-laid end to end whichever sequence they belong to. Invariant: a token sees the tokens of its own sequence up to itself.
+`CachedPass` attends to tokens of earlier passes too, whose keys and values a cache keeps. The new tokens of all
+sequences are concatenated to one row of the model. Invariant: a token sees the tokens of its own sequence up to itself.
 """
 
 from collections.abc import Sequence
@@ -49,7 +48,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scori
 
 
 def _run_by_run(runs: Sequence[PieceRun], query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> list[Tensor]:
-    """Compute adjacent pieces of one size in one call: same bits as one by one, in three quarters of the time."""
+    """Compute adjacent pieces of the same size in one call.
+
+    This gives the same bits as a call for each piece, in three quarters of the time.
+    """
     queries = query.split([run.queries * run.pieces for run in runs], dim=2)
     keys, values = (tensor.split([run.keys * run.pieces for run in runs], dim=2) for tensor in (key, value))
     return [
@@ -61,9 +63,9 @@ def _run_by_run(runs: Sequence[PieceRun], query: Tensor, key: Tensor, value: Ten
 def _in_one_call(
     kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scoring: Scoring
 ) -> Tensor:
-    """Call a varlen kernel with all rows and pieces end to end.
+    """Call a varlen kernel with the pieces of all rows concatenated.
 
-    Values narrower than keys (MLA) are padded with zeros for the call.
+    Values that are narrower than keys (multi-head latent attention) are padded with zeros for the call.
     """
     rows, width = len(query), value.shape[-1]
     value = F.pad(value, (0, key.shape[-1] - width)) if width < key.shape[-1] else value
@@ -102,10 +104,10 @@ def _mask(query: Tensor, key: Tensor, window: int | None) -> Tensor | None:
 
 
 def _explicit(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """Compute attention by its definition, with capped scores and sinks, holding all scores of the piece in memory.
+    """Compute attention by its definition, with capped scores and sinks. All scores of the piece are in memory.
 
-    `weight_j = exp(s_j) / (sum_k exp(s_k) + exp(sink))`: the sink is one more column of the softmax, dropped after it.
-    Key heads are shared as in grouped-query attention: consecutive query heads see the same key head.
+    `weight_j = exp(s_j) / (sum_k exp(s_k) + exp(sink))`: the sink is one more column of the softmax, which is dropped
+    afterwards. As in grouped-query attention, consecutive query heads share a key head.
     """
     shared = (key.shape[1], query.shape[1] // key.shape[1])
     grouped = query.unflatten(1, shared)
@@ -127,34 +129,35 @@ def _explicit(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Te
 
 
 type KeysAndValues = tuple[Tensor, Tensor]
-"""A layer's `[places, H_kv, D]` keys and `[places, H_kv, D_v]` values."""
+"""Keys `[places, H_kv, D]` and values `[places, H_kv, D_v]` in the cache of a layer."""
 
 
 @dataclass(frozen=True)
 class CachedPass:
-    """The tokens of one pass, and the places in the cache that they and the tokens before them have."""
+    """The new tokens of one forward pass, and the places in the cache of these and of all earlier tokens."""
 
     token_ids: Tensor
-    """`[T]` int64, the tokens that are read."""
+    """`[T]` int64, ids of the new tokens."""
     positions: Tensor
-    """`[T]` int64, position of each token in its sequence."""
+    """`[T]` int64, position of each new token in its sequence."""
     new: Tensor
-    """`[T]` int64, places of the tokens that are read."""
+    """`[T]` int64, places of the new tokens in the cache."""
     seen: Tensor
-    """`[K]` int64, places of all tokens of the sequences, sequence after sequence."""
+    """`[K]` int64, places of all tokens of the sequences, earlier and new, sequence after sequence."""
     plan: AttentionPlan
-    """Which of `seen` each token sees."""
+    """The tokens of `seen` that each new token sees."""
     last: Tensor
     """`[b]` int64, index of the last token of each sequence among the T tokens."""
     num_places: int
-    """Places of the cache."""
+    """Number of places of the cache."""
     layers: dict[int, KeysAndValues]
-    """Cache of each layer by its number; a layer adds its own in its first pass."""
+    """Cache of each layer, by the number of the layer; `attend` makes it in the first pass."""
 
     def attend(self, layer_number: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """Keep a layer's new keys and values, and compute the attention.
+        """Store a layer's new keys and values in the cache, and compute the attention of the new tokens.
 
         Args:
+            layer_number: number of the layer.
             query: `[T, 1, H, D]`.
             key: `[T, 1, H_kv, D]`.
             value: `[T, 1, H_kv, D_v]`.
@@ -171,7 +174,7 @@ class CachedPass:
         return out.permute(2, 0, 1, 3).flatten(2)
 
     def _with_earlier(self, kept: Tensor, new: Tensor) -> Tensor:
-        """Keep `[T, 1, H, D]`, and return `[1, H, K, D]` of all tokens that are seen."""
+        """Store the new tokens' keys or values `[T, 1, H, D]`, and return those of all tokens, `[1, H, K, D]`."""
         kept.index_copy_(0, self.new, new[:, 0])
         return kept.index_select(0, self.seen).transpose(0, 1)[None]
 

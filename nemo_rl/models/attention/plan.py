@@ -1,9 +1,9 @@
 """Describe an attention call: the keys that each query of a row sees, as a list of causal pieces, and the scoring.
 
-A piece is a range of queries and the range of keys they see, under a causal mask aligned at the bottom right: the last
-query sees all keys, the one before it all keys but the last. The same description covers a padded row (one piece),
-packed segments (one piece each) and the part of a row that a context-parallel rank holds (one piece per chunk and
-segment). Invariant: the pieces' queries cover the row in order and without gaps; their keys may overlap.
+A piece is a range of queries and the range of keys that they see, under a causal mask aligned at the bottom right: the
+last query sees all keys, and the query before it sees all keys but the last. A padded row is one piece. Each segment of
+a packed row is a piece. The part of a row that a context-parallel rank holds has one piece for each chunk and segment.
+Invariant: the queries of the pieces cover the row in order and without gaps. Their keys may overlap.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,16 +20,16 @@ from nemo_rl.host.device import to_device
 
 @dataclass(frozen=True)
 class Scoring:
-    """Settings with which a layer turns queries and keys into weights."""
+    """Settings with which a layer computes attention weights from queries and keys."""
 
     scaling: float | None = None
     """Factor on the scores; None means `D ** -0.5`."""
     window: int | None = None
-    """Number of keys that a query sees, its own included; None means all."""
+    """Number of keys that a query sees, including the key of its own token; None means all."""
     softcap: float | None = None
     """Scores become `softcap * tanh(score / softcap)`; None leaves scores unchanged."""
     sinks: Tensor | None = None
-    """`[H]` score of one extra key per head, which takes weight and has no value."""
+    """`[H]` score of one extra key per head, which is in the softmax and has no value."""
     dropout: float = 0.0
     """Probability that a weight is dropped."""
 
@@ -40,7 +40,7 @@ class Scoring:
 
 
 class Piece(NamedTuple):
-    """Queries `[query_start, query_stop)` see keys `[key_start, key_stop)`, causally from the bottom right."""
+    """Queries `[query_start, query_stop)` that see keys `[key_start, key_stop)` causally (see the module docstring)."""
 
     query_start: int
     query_stop: int
@@ -67,20 +67,20 @@ class PieceRun(NamedTuple):
     """Adjacent pieces of one size."""
 
     queries: int
-    """Queries per piece."""
+    """Number of queries of each piece."""
     keys: int
-    """Keys per piece."""
+    """Number of keys of each piece."""
     pieces: int
     """Number of pieces."""
 
     def stacked(self, tensor: Tensor) -> Tensor:
-        """Turn pieces `[b, H, pieces * length, D]` into rows `[b * pieces, H, length, D]`."""
+        """Reshape pieces `[b, H, pieces * length, D]` to rows `[b * pieces, H, length, D]`."""
         if self.pieces == 1:
             return tensor
         return tensor.unflatten(2, (self.pieces, -1)).transpose(1, 2).flatten(0, 1)
 
     def end_to_end(self, tensor: Tensor) -> Tensor:
-        """Turn rows `[b * pieces, H, length, D]` back into `[b, H, pieces * length, D]`."""
+        """Reshape rows `[b * pieces, H, length, D]` back to `[b, H, pieces * length, D]`."""
         if self.pieces == 1:
             return tensor
         return tensor.unflatten(0, (-1, self.pieces)).transpose(1, 2).flatten(2, 3)
@@ -94,15 +94,15 @@ class Bounds(NamedTuple):
     keys: Tensor
     """`[P + 1]` int32, start of each piece among the keys, which are laid out piece after piece."""
     longest_queries: int
-    """Upper bound on the queries of a piece."""
+    """Upper bound of the number of queries of a piece."""
     longest_keys: int
-    """Upper bound on the keys of a piece."""
+    """Upper bound of the number of keys of a piece."""
 
 
 class AttentionPlan:
     """The pieces of one row, the same for all rows of a microbatch and all layers.
 
-    Not a dataclass: FSDP2 rebuilds dataclasses in a model's arguments, and cached values would be lost.
+    The class is no dataclass, because FSDP2 rebuilds dataclasses in a model's arguments and would lose cached values.
 
     Args:
         pieces: see the module docstring.
@@ -119,7 +119,7 @@ class AttentionPlan:
         return len(self.pieces) == 1 and self.pieces[0].queries == self.pieces[0].keys
 
     def within(self, window: int | None) -> "AttentionPlan":
-        """Return the plan without the keys that no query of a piece sees through a sliding window."""
+        """Return the plan without keys that are outside of the sliding window of every query of their piece."""
         if window is None or all(piece.keys == piece.queries for piece in self.pieces):
             return self
         if window not in self._narrowed:
@@ -134,7 +134,7 @@ class AttentionPlan:
         return zip(queries, self._by_piece(key), self._by_piece(value), strict=True)
 
     def runs(self, keys: int) -> list[PieceRun] | None:
-        """Group the pieces that one kernel call can take, or return None unless they tile the `keys` keys in order."""
+        """Return runs of pieces of the same size, or None if the pieces do not cover the `keys` keys in order."""
         return self._runs if self._adjoining_keys == keys else None
 
     @cached_property
@@ -144,20 +144,20 @@ class AttentionPlan:
 
     @cached_property
     def _adjoining_keys(self) -> int | None:
-        """Number of keys if the pieces tile them in order, without gaps or overlap, or else None."""
+        """Number of keys of all pieces, or None if the pieces do not cover them in order without gaps and overlap."""
         edges = [0, *(edge for piece in self.pieces for edge in (piece.key_start, piece.key_stop))]
         adjoin = all(stop == start for stop, start in zip(edges[::2], edges[1::2], strict=False))
         return edges[-1] if adjoin else None
 
     def keys_in_a_row(self, tensor: Tensor) -> Tensor:
-        """Lay out keys or values `[b, H, T, D]` piece after piece."""
+        """Return keys or values `[b, H, T, D]` piece after piece. Keys in several pieces are repeated."""
         if self._adjoining_keys == tensor.shape[2]:
             return tensor
         parts = self._by_piece(tensor)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     def bounds(self, rows: int, device: torch.device) -> Bounds:
-        """Return the bounds of the pieces of `rows` rows, one row after the other, without waiting for the device."""
+        """Return the bounds of the pieces of `rows` concatenated rows, without waiting for the device."""
         if (rows, device) not in self._bounds:
             queries, keys = [piece.queries for piece in self.pieces], [piece.keys for piece in self.pieces]
             starts = [
@@ -168,9 +168,9 @@ class AttentionPlan:
         return self._bounds[rows, device]
 
     def _by_piece(self, tensor: Tensor) -> list[Tensor]:
-        """Return a tensor's keys for each piece.
+        """Return the keys of each piece.
 
-        The tensor is split, not sliced: each slice would have a gradient as long as the row; a split has one in all.
+        The tensor is split and not sliced, because the gradient of every slice would be as long as the row.
         """
         ends = {end for piece in self.pieces for end in (piece.key_start, piece.key_stop)}
         edges = sorted({0, tensor.shape[2]} | ends)
@@ -182,12 +182,12 @@ class AttentionPlan:
 
 @lru_cache(maxsize=16)
 def plan_of_row(length: int) -> AttentionPlan:
-    """Return the plan of a row that is one sequence from a cache, so that its bounds go to the device only once."""
+    """Return the plan of a row that is one sequence. It is cached, so that its bounds are copied to the device once."""
     return AttentionPlan([Piece(0, length, 0, length)])
 
 
 class PackedRow(AttentionPlan):
-    """Segments end to end, whose bounds stay on the device, so that the host does not wait for a GPU.
+    """The plan of a packed row of segments. Their bounds stay on the device, so that the host does not wait for it.
 
     Args:
         bounds: `[S + 1]` int32, start of each segment, and the end of the last.
@@ -200,22 +200,22 @@ class PackedRow(AttentionPlan):
 
     @cached_property
     def pieces(self) -> list[Piece]:  # type: ignore[override]
-        """The pieces of the row, whose reading waits for the device."""
+        """The pieces of the row. Reading this property waits for the device."""
         return [Piece(start, stop, start, stop) for start, stop in pairwise(self._row.queries.tolist())]
 
     @property
     def is_one_triangle(self) -> bool:
-        """False: the number of segments is not known without waiting for the device."""
+        """False, because the number of segments is not known without waiting for the device."""
         return False
 
     def within(self, window: int | None) -> AttentionPlan:
-        """Return the plan itself: a segment has as many keys as queries, so that a window leaves out none."""
+        """Return the plan itself, because each segment has as many keys as queries, and some query sees each key."""
         return self
 
     def keys_in_a_row(self, tensor: Tensor) -> Tensor:
-        """Return the tensor itself: packed segments are already laid out piece after piece."""
+        """Return the tensor itself, because packed segments are already in order, piece after piece."""
         return tensor
 
     def bounds(self, rows: int, device: torch.device) -> Bounds:
-        """Return the given bounds, since a packed microbatch is one row."""
+        """Return the bounds of the row. A packed microbatch has only one row."""
         return self._row

@@ -1,1 +1,1 @@
-"""Predict memory: of a rank that trains, of an engine that generates, traced on the meta device."""
+"""Predict the memory of a training rank, by a trace on the meta device, and of an engine that generates."""

@@ -1,12 +1,12 @@
 """Describe the predicted memory of a rank that trains, and predict the memory of an engine's rank.
 
-Describe the predicted memory of a rank, which runs show and compare with the available memory, and its work. Backends
-make the prediction. Invariant: bytes are those of a rank's tensors; the C library, the communication library and other
-processes take more.
+Backends predict a `MemoryPlan` from the `Work` of a rank. Runs show it and compare it with the available memory.
+Invariant: the bytes are those of a rank's tensors. The C library, the communication library and other processes need
+more memory.
 
-Predict the memory of one rank of an engine from the model's configuration. As in vLLM
-(`vllm.v1.worker.gpu_worker.Worker.determine_available_memory`), the key-value cache takes the part of the engine's
-share of the device that weights and workspace leave. Invariant: bytes are those of one rank.
+`engine_memory` predicts the memory of one rank of an engine from the model's configuration. As in vLLM
+(`vllm.v1.worker.gpu_worker.Worker.determine_available_memory`), the key-value cache gets the rest of the engine's share
+of the device, after weights and workspace.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,25 +24,25 @@ WIDE = 4
 """Bytes of a float32."""
 
 type Moment = Mapping[str, float]
-"""Bytes held at one point of a step, by kind."""
+"""Bytes in use at one point of a step, by the kind of tensor."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a rank."""
+    """The work of a rank, which determines its memory."""
 
     tokens: int
-    """Tokens of a microbatch."""
+    """Number of tokens of a microbatch."""
     several: bool = True
     """Whether an update has more than one microbatch."""
     trains: bool = True
     """Whether there is a backward pass and an optimizer."""
     keeps_reference: bool = False
-    """Whether the initial weights are kept."""
+    """Whether the rank keeps a copy of the initial weights."""
     on_cpu: bool = False
-    """Whether the device's memory is the host's."""
+    """Whether the rank computes on the CPU, so that the memory of the device is that of the host."""
     keys_per_token: int = 1
-    """Keys and values that attention holds for each token of a microbatch (`shared_prefixes`)."""
+    """Number of keys that attention holds for each token of a microbatch; above 1 with `shared_prefixes`."""
     scores_rows: bool = False
     """Whether a scalar head sees only the last token of each row, as in a reward model, and not all of them, as in a
     critic."""
@@ -51,10 +51,11 @@ class Work:
 def keys_per_token(policy: PolicyConfig, rows_per_prompt: int) -> int:
     """Return the largest number of keys that attention can allocate per token of a packed microbatch.
 
-    Sequences with prompts of their own share at most a system prompt, which is taken to be short.
+    If every sequence has a different prompt, sequences share at most a system prompt, which is assumed to be short.
 
     Args:
-        rows_per_prompt: sequences of a batch that begin with the same prompt; branches of a session add to them.
+        rows_per_prompt: number of sequences of a batch that begin with the same prompt, including branches of a
+            session.
     """
     packing, section = policy.sequence_packing, policy.backend_section
     shares = packing.enabled and packing.share_prompts and policy.backend_key == "dtensor_cfg"
@@ -64,11 +65,11 @@ def keys_per_token(policy: PolicyConfig, rows_per_prompt: int) -> int:
 
 
 def microbatch_tokens(policy: PolicyConfig, *, trains: bool, rows_per_sample: int = 1) -> int:
-    """Return the tokens of the largest microbatch that a policy section allows.
+    """Return the number of tokens of the largest microbatch that a policy section allows.
 
     Args:
         trains: whether the microbatch is one of training.
-        rows_per_sample: rows of each sample that `train_micro_batch_size` counts; 2 for pairs.
+        rows_per_sample: number of rows of each sample that `train_micro_batch_size` counts; 2 for pairs.
     """
     for way in (policy.sequence_packing, policy.dynamic_batching):
         if way.enabled:
@@ -80,11 +81,13 @@ def microbatch_tokens(policy: PolicyConfig, *, trains: bool, rows_per_sample: in
 def microbatches_in_flight(stage: int, stages: int, chunks: int) -> float:
     """Return the number of microbatches whose activations a pipeline stage holds at the same time.
 
-    Source: Narayanan et al. 2021 (arXiv:2104.04473). One unit is the activations of all layers of the stage.
+    One microbatch means the activations of all layers of the stage; interleaved stages hold parts of it. Source:
+    Narayanan et al. 2021 (arXiv:2104.04473).
 
     Args:
         stage: index of the stage.
-        chunks: chunks of layers of each stage; above 1 the schedule is interleaved.
+        stages: number of stages.
+        chunks: number of chunks of layers of each stage; above 1 the schedule is interleaved.
     """
     ahead = stages - stage
     if stages == 1 or chunks == 1:
@@ -94,30 +97,30 @@ def microbatches_in_flight(stage: int, stages: int, chunks: int) -> float:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Memory of one rank."""
+    """Predicted memory of one rank, in bytes."""
 
     stays: Moment
     """Bytes that are held on the device all the time."""
     moments: Mapping[str, Moment]
-    """Bytes that are held in addition at points of a step."""
+    """Bytes that are held in addition at each moment of a step, by the name of the moment."""
     host: Moment
-    """Bytes in host memory of a rank that has its own device."""
+    """Bytes in host memory; empty if the rank computes on the CPU."""
     missing: str = ""
     """Text that names memory which the numbers leave out; empty if none is known."""
 
     @property
     def peak_moment(self) -> str:
-        """The moment of a step with the most memory in use."""
+        """Name of the moment of a step with the most memory in use."""
         return max(self.moments, key=lambda name: sum(self.moments[name].values()))
 
     @property
     def certain(self) -> float:
-        """The bytes that a rank always holds."""
+        """Bytes that a rank holds on the device all the time."""
         return sum(self.stays.values())
 
     @property
     def peak(self) -> float:
-        """The most bytes on the device."""
+        """Largest number of bytes on the device in a step."""
         return self.certain + sum(self.moments[self.peak_moment].values())
 
     def table(self, title: str) -> str:
@@ -142,7 +145,8 @@ def _gib(size: float) -> str:
 
 
 _BATCHED_TOKENS, _SEQUENCES = 16384, 1024
-"""Most tokens and sequences in one step of vLLM on devices of at least 70 GiB (`EngineArgs.get_batch_defaults`)."""
+"""Largest numbers of tokens and sequences in one step of vLLM on devices of at least 70 GiB
+(`EngineArgs.get_batch_defaults`)."""
 _WITHOUT_CACHE = ("linear_attention", "conv", "mamba")
 
 
@@ -151,7 +155,7 @@ class EngineMemory:
     """Bytes of one rank of an engine."""
 
     weights: float
-    """Bytes of its part of the model."""
+    """Bytes of the rank's part of the model."""
     workspace: float
     """Estimated bytes of activations and logits of the largest step."""
     cache_per_token: float
@@ -167,8 +171,8 @@ def engine_memory(
     """Predict the memory of a rank of the engines that a section describes.
 
     Args:
-        itemsize: bytes of a number in the engine; those of a float8 cache have one.
-        quantization: weights that the engine holds in float8; None: no weights.
+        itemsize: bytes of a number in the engine, except for those of a float8 cache.
+        quantization: the weights that the engine holds in float8; None if there are none.
     """
     engine, text = generation.engine, model.get_text_config()
     tensor, stages = engine.tensor_parallel_size, engine.pipeline_parallel_size
@@ -187,10 +191,13 @@ def engine_memory(
 
 
 def cached_numbers(text: Any, tensor: int) -> float:
-    """Count the numbers that a rank caches for each token: per layer, keys and values of its heads, or one latent."""
+    """Return how many numbers a rank caches for each token.
+
+    In each layer, these are the keys and values of the rank's heads, or the latent of latent attention.
+    """
     kinds = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers
     layers = sum(not kind.startswith(_WITHOUT_CACHE) for kind in kinds)
-    if getattr(text, "kv_lora_rank", None):  # latent attention: the same vector for all heads, so on every rank
+    if getattr(text, "kv_lora_rank", None):  # latent attention has one vector for all heads, so every rank caches it
         return float(layers * (text.kv_lora_rank + text.qk_rope_head_dim))
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     return float(layers * 2 * -(-heads // tensor) * head_size(text))

@@ -1,15 +1,13 @@
 """Predict the memory of a rank that trains, from a trace of the model on the meta device.
 
-Count a model's parameters and the tensors that autograd saves in a forward pass, without allocating memory. The model
-is built and run on torch's meta device. Its tensors have shapes and no storage, so the numbers come from the real code
-of any architecture. Attention and experts are replaced by functions that save what the kernels save: attention its
-three inputs and its output, experts the rows of each routed token.
+`trace_model` counts a model's parameters and the tensors that autograd saves in a forward pass. The model is built and
+run on torch's meta device, where tensors have shapes and no memory. So the numbers come from the code of the
+architecture itself. Attention and experts are replaced by functions that save the same tensors as the kernels:
+attention its three inputs and its output, experts the intermediate values of each routed token. Invariant: byte counts
+are those of one rank without parallelism.
 
-Invariant: byte counts are those of one rank without parallelism; the `mesh_check` of a backend divides them.
-
-Predict memory for one rank of each pipeline stage and take the largest, as all training backends do. A backend's
-`mesh_check` states how its axes divide the counts of `memory_trace`, and which moments a step has. Invariant: bytes
-are those of the one rank that needs most.
+`RankMemory` predicts the memory of one rank of each pipeline stage, and takes the largest. The `mesh_check` of each
+training backend has a subclass that divides the counts by the axes of its mesh, and knows the moments of a step.
 """
 
 import logging
@@ -50,29 +48,29 @@ GRADIENT_OF_LOGITS = 3
 
 _ATTENTION = "nemo_rl_traced"
 _NOT_TRACED = (RuntimeError, TypeError, AttributeError, KeyError, IndexError, ValueError)
-"""Errors that an architecture's code raises on tensors without values, or if it has its own attention."""
+"""Errors of architectures whose code needs values of tensors, or does not call the attention function."""
 
 
 @dataclass
 class Parameters:
-    """Numbers of elements of parameters."""
+    """Numbers of elements in the parameters of a part of a model."""
 
     matrices: int = 0
-    """Elements of linear layers, embeddings and heads."""
+    """Number of elements in linear layers, embeddings and heads."""
     vectors: int = 0
-    """Elements of norms and biases."""
+    """Number of elements in norms and biases."""
     experts: int = 0
-    """Elements of routed experts."""
+    """Number of elements in routed experts."""
     largest: int = 0
-    """Elements of the largest tensor."""
+    """Number of elements in the largest tensor."""
 
     @property
     def total(self) -> int:
-        """The sum of all elements."""
+        """Number of all elements."""
         return self.matrices + self.vectors + self.experts
 
     def add(self, parameter: Tensor) -> None:
-        """Count a tensor, whose first axis of three is that of the experts."""
+        """Add the elements of a tensor. A tensor with three dimensions holds the experts of a layer."""
         kind = {1: "vectors", 3: "experts"}.get(parameter.dim(), "matrices")
         setattr(self, kind, getattr(self, kind) + parameter.numel())
         self.largest = max(self.largest, parameter.numel())
@@ -83,13 +81,13 @@ class Activations:
     """Bytes that a layer keeps for its backward pass."""
 
     entry: int = 0
-    """Bytes of its input."""
+    """Bytes of the layer's input."""
     outside: int = 0
-    """Bytes saved between its blocks (attention, feed-forward), with its input."""
+    """Bytes saved outside of the layer's blocks (attention, feed-forward), including the layer's input."""
     into_blocks: int = 0
     """Bytes of the blocks' inputs."""
     inside: int = 0
-    """Bytes saved within the blocks, without keys and values."""
+    """Bytes saved inside the blocks, without keys and values."""
     keys_values: int = 0
     """Bytes of attention's keys and values."""
     kept: int = 0
@@ -98,30 +96,30 @@ class Activations:
 
 @dataclass
 class ModelTrace:
-    """The parts of a model that take memory."""
+    """Counts of the parameters and saved tensors of a model."""
 
     layers: list[Parameters]
     """Parameters of each decoder layer."""
     embedding: Parameters
-    """Parameters before the layers."""
+    """Parameters of the token embedding."""
     last: Parameters
-    """Parameters after the layers: final norm and head."""
+    """All other parameters outside of the layers: final norm and head."""
     tied: bool
-    """Whether the embedding is also the head, and is counted in both."""
+    """Whether the embedding is also the head; if so, it is counted in `embedding` and in `last`."""
     activations: list[Activations]
-    """Activations of each decoder layer; empty if the model does not run without data."""
+    """Activations of each decoder layer; empty if the model cannot run on the meta device."""
     others: int
-    """Bytes saved outside the layers."""
+    """Bytes saved outside of the layers."""
     hidden: int
-    """Elements of a token's hidden state."""
+    """Number of elements of a token's hidden state."""
     vocabulary: int
-    """Rows of the head; 1 for a scalar head."""
+    """Number of rows of the head; 1 for a scalar head."""
     linears: int
-    """Inputs plus outputs of all linear layers in decoder layers, which adapters may be put on."""
+    """Sum of the input and output sizes of all linear layers in decoder layers, which may get adapters."""
 
 
 _TRACES: dict[Any, ModelTrace] = {}
-"""Traces by their arguments: models of one run, and passes of one model, often share a trace."""
+"""Cache of traces by the arguments of `trace_model`, because models of one run often have the same trace."""
 
 
 def trace_model(
@@ -135,8 +133,8 @@ def trace_model(
     """Count the parameters and saved tensors of a model.
 
     Args:
-        tokens: tokens of a microbatch.
-        dtype: dtype that the model computes in.
+        tokens: number of tokens of a microbatch.
+        dtype: dtype in which the model computes.
         scores: whether the model has a scalar head.
         kept_operators: names of the operators whose outputs selective checkpointing keeps, for `Activations.kept`.
     """
@@ -199,7 +197,7 @@ def _count(parameters: Iterable[nn.Parameter]) -> Parameters:
 
 
 class _Recorder:
-    """Sorts the tensors that autograd saves by the running layer and block, with one run for all equal layers."""
+    """Counts the tensors that autograd saves, by layer and place in the layer. Of equal layers only one is run."""
 
     def __init__(self, hf: PreTrainedModel, layers: Sequence[nn.Module], kept_operators: Collection[str]) -> None:
         self.of_layer: dict[int, Activations] = {}
@@ -215,12 +213,12 @@ class _Recorder:
         self._block_inputs: set[int] | None = None
 
     def all_layers(self) -> list[Activations]:
-        """Return the activations of each layer, or none if none was recorded."""
+        """Return the activations of each layer. The list is empty if nothing was recorded."""
         return [self.of_layer[index] for index in self._first] if self.of_layer else []
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Count the tensors that are saved in the block, after which the model is unusable."""
+        """Run a block in which saved tensors are counted. The model cannot be used afterwards."""
         outputs: dict[int, Any] = {}
         for index, (layer, first) in enumerate(zip(self._layers, self._first, strict=True)):
             if index != first:
@@ -240,13 +238,13 @@ class _Recorder:
             _recorders.remove(self)
 
     def product(self, output: Any) -> None:
-        """Count the output of an operator, which selective checkpointing keeps."""
+        """Count the output of an operator among those that selective checkpointing keeps."""
         if self._layer is not None:
             tensor = output[0] if isinstance(output, tuple) else output
             self.of_layer[self._layer].kept += tensor.untyped_storage().nbytes()
 
     def attends(self, key: Tensor, value: Tensor) -> None:
-        """Note keys and values, which context-parallel ranks gather."""
+        """Mark keys and values, which are counted separately because context-parallel ranks gather them."""
         self._keys |= {tensor.untyped_storage()._cdata for tensor in (key, value)}
 
     def _enter_layer(self, index: int) -> Any:
@@ -289,11 +287,11 @@ class _Recorder:
 
 
 _recorders: list[_Recorder] = []
-"""The active recorder, for the attention function, which transformers calls by its name."""
+"""Stack of active recorders; the attention function, which transformers calls, uses the last one."""
 
 
 class _Products(TorchDispatchMode):
-    """Reports the operators whose outputs selective checkpointing keeps to a recorder."""
+    """Passes the outputs that selective checkpointing keeps to a recorder."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -309,7 +307,7 @@ class _Products(TorchDispatchMode):
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Return `[b, T, H, D_v]` and no weights, as an attention kernel does."""
+    """Return an output `[b, T, H, D_v]`, and save the same tensors for the backward pass as an attention kernel."""
     recorder = _recorders[-1]
     recorder.attends(key, value)
     output: Tensor = _KeptByAttention.apply(query, key, value)
@@ -353,12 +351,12 @@ class RankMemory(ABC):
     """Memory of one rank of a pipeline stage."""
 
     kept_operators: ClassVar[Collection[str]] = ()
-    """Passed to `trace_model`."""
+    """Names of the operators whose outputs selective checkpointing keeps."""
 
     policy: PolicyConfig
     """Section of the model."""
     layout: ParallelLayout
-    """Sizes of the axes."""
+    """Sizes of the mesh axes."""
     model: PretrainedConfig
     """Configuration of the model's text part."""
     trace: ModelTrace
@@ -366,15 +364,19 @@ class RankMemory(ABC):
     work: Work
     """Work of the rank."""
     tokens: int
-    """Tokens of a microbatch that this rank has."""
+    """Number of tokens of a microbatch on this rank."""
     itemsize: int
-    """Bytes of a number of `policy.precision`."""
+    """Bytes of a number in `policy.precision`."""
     stage: int
     """Index of the pipeline stage."""
 
     @classmethod
     def predict(cls, policy: PolicyConfig, layout: ParallelLayout, model: PretrainedConfig, work: Work) -> MemoryPlan:
-        """Return the plan of the rank that needs most, from the attributes and the whole model as `model`."""
+        """Return the memory plan of the rank that needs the most memory.
+
+        Args:
+            model: configuration of the whole model.
+        """
         tokens, dtype = ceil(work.tokens / layout.cp), torch_dtype(policy.precision)
         scores = policy.reward_model_cfg.enabled
         trace = trace_model(model, tokens, dtype, scores=scores, kept_operators=cls.kept_operators)
@@ -394,7 +396,7 @@ class RankMemory(ABC):
 
     @property
     def outside(self) -> list[Parameters]:
-        """The parameters outside the layers: the first stage has the embedding, the last one norm and head."""
+        """Parameters of this stage outside of the layers: embedding in the first stage, norm and head in the last."""
         first, last, trace = self.stage == 0, self.has_head, self.trace
         if last and not (first and trace.tied):
             return [trace.embedding, trace.last] if first else [trace.last]
@@ -402,17 +404,17 @@ class RankMemory(ABC):
 
     @property
     def largest(self) -> float:
-        """The elements of the largest tensor, divided by the tensor-parallel ranks."""
+        """Number of elements of the largest tensor on one tensor-parallel rank."""
         parts = (self.trace.embedding, self.trace.last, *self.trace.layers)
         return max(parameters.largest for parameters in parts) / self.layout.tp
 
     @property
     def head(self) -> float:
-        """The bytes of the head in float32."""
+        """Bytes of this rank's part of the head in float32, or 0 without a head."""
         return self.has_head * self.trace.vocabulary * self.trace.hidden / self.layout.tp * WIDE
 
     def logits(self, tensors: int) -> float:
-        """Return the bytes of this number of tensors, each as large as one chunk of float32 logits."""
+        """Return the bytes of `tensors` tensors, each as large as one chunk of float32 logits."""
         chunk = self.policy.logprob_chunk_size or default_chunk_size(on_gpu=not self.work.on_cpu)
         return self.has_head * tensors * min(self.tokens, chunk) * self.trace.vocabulary * WIDE / self.layout.tp
 
@@ -420,17 +422,17 @@ class RankMemory(ABC):
         """Return the bytes of a draft model's weights, gradients and two moments in float32, if one is trained.
 
         Args:
-            shards: number of ranks that divide them.
+            shards: number of ranks that divide the tensors.
         """
         if not (self.policy.draft.enabled and self.work.trains):
             return {}
         return {"draft model": shape_of(self.policy).num_parameters * 4 * WIDE / shards}
 
     def scalar_head(self) -> float:
-        """Return the bytes that the backward pass of a scalar head needs, if all tokens have a value, or else 0.
+        """Return the bytes that the backward pass of a critic's scalar head needs, or 0 for other heads.
 
-        It has no logits, but float32 copies of the hidden states of these tokens, and of their gradient. Those of the
-        last tokens of rows are too few to count.
+        The head has a float32 copy of the hidden states of all tokens, and one of their gradient. A reward model scores
+        only the last token of each row, whose copies are too small to count.
         """
         of_tokens = self.has_head and self.trace.vocabulary == 1 and not self.work.scores_rows
         return of_tokens * 2 * self.tokens * self.trace.hidden * WIDE

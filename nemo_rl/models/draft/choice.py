@@ -35,11 +35,11 @@ def shape_of(policy: PolicyConfig) -> DraftShape:
 
 
 def draft_folder(name: str) -> Path:
-    """Return the folder of a draft model, downloading a hub id that is not in the cache.
+    """Return the folder of a draft model. A hub id is downloaded if it is not in the cache.
 
     Raises:
-        ConfigError: there is no such folder.
-        DownloadError: the files do not arrive.
+        ConfigError: the name is a path that does not exist.
+        DownloadError: the files cannot be downloaded.
     """
     path = Path(name).expanduser()
     if not path.is_dir() and looks_local(name):
@@ -50,13 +50,13 @@ def draft_folder(name: str) -> Path:
 
 
 _DIVIDED = ("pp", "cp")
-"""Axes that leave a rank without the hidden states that the draft model reads."""
+"""Axes with which no rank computes all hidden states that the draft model reads."""
 
 
 def check_draft(policy: PolicyConfig) -> Findings:
-    """Find the reasons why a draft model cannot be trained with the policy, or none if it is not asked for.
+    """Yield the reasons why a draft model cannot be trained with the policy, if one is configured.
 
-    Whether the engines can use it is checked with them (`generation.vllm.speculation.settings`).
+    `generation.vllm.speculation.settings` checks whether the engines can use the draft model.
     """
     if not policy.draft.enabled:
         return

@@ -3,17 +3,15 @@
     hidden states of tapped layers of the policy  ─► fc ─┐
     embedding of the next token                   ───────┴► decoder layers ─► norm ─► lm_head
 
-At position t it reads the policy's hidden states at t and the token t + 1, and predicts token t + 2. Parameters have
-the names of published heads, which vLLM loads. Source: EAGLE-3 (Li et al. 2025, arXiv:2503.01840).
+At position t the draft model reads the policy's hidden states at t and the token t + 1, and predicts token t + 2.
+Parameters have the names of published heads, which vLLM loads. Source: EAGLE-3 (Li et al. 2025, arXiv:2503.01840).
 
-Read and write a draft model, as vLLM and others load it, and the state of its optimizer.
+Files in a checkpoint (W = weights folder, O = optimizer folder):
 
-Layout (W = weights folder, O = optimizer folder of a checkpoint):
+    W/draft/            config.json and model.safetensors, with the names of published heads
+    O/draft.pt          moments of the draft model's optimizer, by parameter name
 
-    W/draft/            config.json and model.safetensors under published names
-    O/draft.pt          moments of its optimizer under the names of its parameters
-
-One rank writes; every rank reads its part. So a checkpoint fits any number of ranks.
+One rank writes whole tensors, and every rank reads its part. So a checkpoint can be read on any number of ranks.
 """
 
 import logging
@@ -45,7 +43,7 @@ from nemo_rl.models.training.torch_backend import Write
 from nemo_rl.utils.errors import CheckpointError
 
 EMBEDDING = "embed_tokens.weight"
-"""Embedding in the files of some heads. The policy's is used in its place."""
+"""Name of the embedding that the files of some heads contain. The policy's embedding is used in its place."""
 TO_TARGET = "d2t"
 """Difference between the policy's id and the draft model's id of each token that can be proposed."""
 
@@ -83,7 +81,7 @@ class _FeedForward(nn.Module):
 
 
 class _Layer(nn.Module):
-    """A decoder layer, of which the first also reads the embedding of the next token."""
+    """A decoder layer. The first one also reads the embedding of the next token."""
 
     def __init__(self, shape: DraftShape, *, first: bool) -> None:
         super().__init__()
@@ -112,10 +110,11 @@ class _Layer(nn.Module):
 
 
 class DraftHead(nn.Module):
-    """See the module docstring."""
+    """The draft model, without the policy's embedding and without a loss (see the module docstring)."""
 
     d2t: Tensor | None
-    """`[draft_vocab_size]` int64, the policy's id of each token minus its own; None: it can propose all tokens."""
+    """`[draft_vocab_size]` int64: for each token that can be proposed, the policy's id minus the draft model's id. None
+    if the draft model can propose all tokens."""
 
     def __init__(self, shape: DraftShape) -> None:
         super().__init__()
@@ -138,11 +137,11 @@ class DraftHead(nn.Module):
         """Return the normalized hidden states `[K, D]` that `lm_head` turns into logits.
 
         Args:
-            tapped_BTD: hidden states of the tapped layers at each position, one after another in the last dimension.
+            tapped_BTD: hidden states of the tapped layers at each position, concatenated along the last dimension.
             embeds_BTD: embedding of the token after each position.
             position_ids_BT: position of each token in its sequence.
-            plan: which tokens of a row belong together.
-            places_K: indices into the flattened `[B * T]` positions whose predictions are wanted.
+            plan: the tokens of a row that each token sees.
+            places_K: indices into the flattened `[B * T]` positions for which hidden states are returned.
         """
         cos, sin = self._rotation(position_ids_BT, tapped_BTD.dtype)
         hidden = self.fc(tapped_BTD)
@@ -160,12 +159,12 @@ class DraftHead(nn.Module):
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def target_ids(self) -> Tensor | None:
-        """Return the policy's id of each token that can be proposed, `[draft_vocab_size]`, or None for all in order."""
+        """Return the policy's ids `[draft_vocab_size]` of the tokens that can be proposed, or None for all tokens."""
         return None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     @torch.no_grad()
     def draw(self, generator: torch.Generator, std: float = 0.02) -> None:
-        """Draw new weights as for a Llama model: projections from a normal distribution, norms 1."""
+        """Initialize the weights like those of a Llama model: projections from a normal distribution, norms with 1."""
         for parameter in self.parameters():
             if parameter.dim() == 1:
                 parameter.fill_(1.0)
@@ -183,7 +182,7 @@ logger = logging.getLogger(__name__)
 
 FOLDER, MOMENTS = "draft", "draft.pt"
 _NOT_READ = ("t2d",)
-"""Which of the policy's tokens can be proposed; `d2t` says the same."""
+"""Names of tensors that are not read: `t2d` marks the tokens that can be proposed, which also follow from `d2t`."""
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -191,7 +190,7 @@ def read_weights(head: DraftHead, folder: Path) -> None:
     """Read the weights of a folder into a draft model in place, in a collective call.
 
     Raises:
-        CheckpointError: the folder lacks a tensor, or one has another shape.
+        CheckpointError: the folder lacks a tensor or has an unknown one, or a tensor has another shape.
     """
     files = sorted(folder.glob("*.safetensors"))
     tensors = TensorFiles(files)
@@ -217,7 +216,7 @@ def read_weights(head: DraftHead, folder: Path) -> None:
 
 
 def prepared_draft(head: DraftHead, optimizer: Optimizer, paths: CheckpointPaths) -> Iterator[Write]:
-    """Yield the writes of the draft model, with copies on one rank, in a collective call.
+    """Yield functions that write the draft model's files from copies of its state, in a collective call.
 
     Args:
         paths: folders of the checkpoint; without an optimizer folder only the weights are written.
@@ -232,7 +231,7 @@ def load_draft(head: DraftHead, optimizer: Optimizer, paths: CheckpointPaths) ->
     """Read the files of `prepared_draft`, if the checkpoint has a draft model, in a collective call.
 
     Raises:
-        CheckpointError: it holds the draft model of another shape.
+        CheckpointError: the draft model in the checkpoint has another shape.
     """
     folder = paths.weights / FOLDER
     if not folder.is_dir():

@@ -1,8 +1,7 @@
 """Describe a draft model: its sizes, the layers of the policy that it reads, its `config.json`, its names of tensors.
 
-The draft model is an
-EAGLE-3 head (Li et al. 2025, arXiv:2503.01840) as vLLM loads it (`LlamaForCausalLMEagle3`). This file does not import
-torch.
+The draft model is an EAGLE-3 head (Li et al. 2025, arXiv:2503.01840) as vLLM loads it (`LlamaForCausalLMEagle3`). The
+module does not import torch.
 """
 
 import json
@@ -16,7 +15,7 @@ from nemo_rl.utils.errors import ConfigError
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 _ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
 _UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output", "parallel_drafting", "attention_bias")
-"""Settings of other variants that vLLM also loads; True is refused."""
+"""Settings of variants that vLLM also loads, but that cannot be trained here."""
 
 
 @dataclass(frozen=True)
@@ -24,32 +23,32 @@ class DraftShape:
     """The sizes of a draft model."""
 
     hidden_size: int
-    """Width of the draft model and of the token embeddings, which are the policy's."""
+    """Width of the draft model and of the policy's token embeddings, which it uses."""
     target_hidden_size: int
     """Width of the policy's hidden states."""
     intermediate_size: int
     """Width of the feed-forward layers."""
     num_heads: int
-    """Query heads of each layer."""
+    """Number of query heads of each layer."""
     num_key_value_heads: int
-    """Key and value heads of each layer."""
+    """Number of key heads, and of value heads, of each layer."""
     head_dim: int
     """Width of a head."""
     num_layers: int
-    """Decoder layers."""
+    """Number of decoder layers."""
     vocab_size: int
-    """Tokens of the policy."""
+    """Number of tokens of the policy."""
     draft_vocab_size: int
-    """Tokens that the draft model can propose."""
+    """Number of tokens that the draft model can propose."""
     rms_norm_eps: float
-    """Added to the mean square in each norm."""
+    """Number added to the mean square in each norm."""
     rope_theta: float
     """Base of the rotary frequencies."""
     max_positions: int
-    """Positions of the policy."""
+    """Largest number of positions of a sequence of the policy."""
     tapped_layers: tuple[int, ...]
-    """The policy's hidden states that the draft model reads, by the number of decoder layers before them; 0 is the
-    embedding. Ascending, because vLLM joins them in this order."""
+    """Hidden states of the policy that the draft model reads, each given by the number of decoder layers before it; 0
+    is the embedding. The numbers ascend, because vLLM concatenates the hidden states in this order."""
     norm_before_residual: bool = False
     """Whether the residual of the first layer starts after its norm."""
 
@@ -75,7 +74,7 @@ class DraftShape:
         Args:
             model: Hugging Face configuration of the policy's text model.
             num_layers: decoder layers of the draft model.
-            tapped_layers: see the class; None: one early, one in the middle and one late, as vLLM chooses them.
+            tapped_layers: see `DraftShape`. None takes one early, one in the middle and one late, as vLLM does.
         """
         heads = int(model.num_attention_heads)
         dim = getattr(model, "head_dim", None) or model.hidden_size // heads
@@ -104,12 +103,12 @@ class DraftShape:
         """Return the shape of a published draft model.
 
         Args:
-            values: its `config.json`.
-            name: its name, for messages.
+            values: the content of the draft model's `config.json`.
+            name: name of the draft model, for messages.
             model: Hugging Face configuration of the policy's text model.
 
         Raises:
-            ConfigError: it is no EAGLE-3 head, or a variant that cannot be trained.
+            ConfigError: the model is no EAGLE-3 head, or a variant that cannot be trained.
         """
         named = (values.get("architectures") or ["none"])[0]
         if named not in _ARCHITECTURES:
@@ -180,7 +179,7 @@ class DraftShape:
 
 
 def _default_taps(num_layers: int) -> tuple[int, ...]:
-    """Return vLLM's default: after the second layer, in the middle, and before the last three."""
+    """Return vLLM's default: hidden states after the second layer, in the middle, and before the last three layers."""
     return tuple(sorted({min(2, num_layers), num_layers // 2, max(num_layers - 3, 0)}))
 
 
@@ -195,18 +194,18 @@ def _rope_theta(values: Mapping[str, Any]) -> float:
 
 
 PREFIX = "draft."
-"""Marks the tensors of the draft model in a stream of weights."""
+"""Prefix of the names of the draft model's tensors in a stream of weights."""
 _MODULE, _PUBLISHED = "layers.0.", "midlayer."
 
 
 def published(name: str, num_layers: int) -> str:
-    """Return the name of a tensor in folders of EAGLE-3 heads, which call a single layer `midlayer`."""
+    """Return the name that published EAGLE-3 heads use for a tensor. They call a single layer `midlayer`."""
     if num_layers == 1 and name.startswith(_MODULE):
         return _PUBLISHED + name.removeprefix(_MODULE)
     return name
 
 
 def in_module(name: str) -> str:
-    """Return the module's name of a tensor of a published folder."""
+    """Return the name that `DraftHead` uses for a tensor of a published EAGLE-3 head."""
     name = name.removeprefix("model.")
     return _MODULE + name.removeprefix(_PUBLISHED) if name.startswith(_PUBLISHED) else name

@@ -3,18 +3,16 @@
     policy's training pass ─► taps: hidden states of some layers ─┐
                              output head: hidden states, weight   ─┴─► loss ─► gradients of the draft model only
 
-Nothing flows back: what the draft model reads is detached, it has its own optimizer, and its gradient is clipped
-separately. So the policy's weights are the same bits with a draft model and without one.
+Hidden states are detached before the draft model reads them, it has its own optimizer, and its gradient is clipped
+separately. So the policy's weights are bit for bit the same with a draft model and without one.
 
-Invariant: the gradient is the mean over the positions of the whole update that count, so it does not depend on
-microbatches or ranks.
-
-The loss of a draft model: cross-entropy with the policy's distribution over the tokens that it can propose.
+The loss is the cross-entropy with the policy's distribution over the tokens that the draft model can propose:
 
     loss_k = -sum_v p_k(v) log q_k(v)        p: softmax of the policy's logits over these tokens; q: the draft model's
 
-A position whose most likely token cannot be proposed does not count. Source: EAGLE-3 (Li et al. 2025,
-arXiv:2503.01840). Logits are computed and differentiated chunk by chunk.
+Positions at which the policy's most likely token cannot be proposed are left out. Invariant: the gradient is the mean
+over all other positions of the whole update, so it does not depend on microbatches or ranks. Logits are computed and
+differentiated chunk by chunk. Source: EAGLE-3 (Li et al. 2025, arXiv:2503.01840).
 """
 
 import logging
@@ -48,14 +46,14 @@ from nemo_rl.weight_sync.parts import Held, Readable, dtype_name
 
 
 class DraftSums(NamedTuple):
-    """Sums over positions, float64 scalars but for the differentiable loss."""
+    """Sums over the positions of a microbatch, as scalar tensors."""
 
     loss: Tensor
-    """Sum of the cross-entropy, float32 or wider."""
+    """Sum of the cross-entropy, float32 or wider, with a gradient."""
     agreeing: Tensor
-    """Positions where policy and draft model have the same most likely token."""
+    """Number of positions where policy and draft model have the same most likely token, float64."""
     counted: Tensor
-    """Positions that count."""
+    """Number of positions that are not left out of the loss, float64."""
 
 
 def draft_loss(
@@ -67,19 +65,19 @@ def draft_loss(
     ids_U: Tensor | None,
     chunk_size: int | None = None,
 ) -> DraftSums:
-    """Compare the distributions after K positions, with gradients for the first two arguments.
+    """Compute the loss of a draft model at K positions, with gradients for the first two arguments.
 
     Args:
-        draft_KD: the draft model's hidden states.
-        weight_UD: its output head, for the U tokens that it can propose.
-        hidden_KD: the policy's hidden states that predict the same tokens.
-        head: the policy's output head; its rows may be more than the tokens.
+        draft_KD: hidden states of the draft model.
+        weight_UD: weight of the draft model's output head, for the U tokens that it can propose.
+        hidden_KD: hidden states of the policy that predict the same tokens.
+        head: the policy's output head, which may have more rows than there are tokens.
         vocab_size: number of tokens of the policy.
-        ids_U: the policy's id of each of the U tokens; None: they are all tokens, in order.
-        chunk_size: positions whose logits are held at a time; None takes `default_chunk_size`.
+        ids_U: the policy's id of each of the U tokens; None if they are all tokens, in order.
+        chunk_size: number of positions whose logits are in memory at a time; None takes `default_chunk_size`.
     """
     size = chunk_size or default_chunk_size(on_gpu=draft_KD.is_cuda)
-    # Sums over nothing, so that a backward pass exists on a rank where no position is scored.
+    # The sum starts with empty sums, so that a rank without scored positions has a backward pass too.
     sums = [widen(draft_KD[:0].sum() + weight_UD[:0].sum())]
     counts = [torch.zeros(2, dtype=torch.float64, device=draft_KD.device)]
     for start in range(0, len(draft_KD), size):
@@ -115,9 +113,9 @@ def _of_chunk(
 
 
 class Taps:
-    """Hooks on the embedding and on decoder layers.
+    """Hooks on the policy's embedding and decoder layers, which keep the hidden states of a forward pass.
 
-    Invariant: nothing is kept outside `watching`, so a recomputation in the backward pass keeps nothing.
+    Invariant: hidden states are kept in a block of `watching` only, so a recomputation in the backward pass keeps none.
 
     Args:
         embedding: module whose output is the embedding of the tokens.
@@ -151,7 +149,7 @@ class Taps:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Keep hidden states of the forward pass in the block."""
+        """Run a block in which the hidden states of a forward pass are kept. They are dropped at its end."""
         self._watching, self._kept = True, {}
         try:
             yield
@@ -172,14 +170,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DraftRows:
-    """The tokens of a microbatch, in which K are scored."""
+    """The tokens of a microbatch, of which the policy scores K."""
 
     position_ids_BT: Tensor
     """Position of each token in its sequence."""
     positions_K: Tensor
-    """Indices into the flattened `[B * T]` tokens; the policy's distribution after each is learned."""
+    """Indices into the flattened `[B * T]` tokens. The draft model learns the policy's distribution after each."""
     bounds: Tensor | None = None
-    """`[S + 1]` int32, starts of the sequences of a packed row and the end of the last; None: each row is one
+    """`[S + 1]` int32, start of each sequence of a packed row, and the end of the last. None if each row is one
     sequence."""
     longest: int | None = None
     """Length of the longest sequence of a packed row."""
@@ -193,10 +191,11 @@ class DraftRows:
 
 
 class DraftModel(nn.Module):
-    """A draft model whose forward computes the loss, so that FSDP2 gathers its weights around all of it.
+    """A draft model whose forward computes the loss, so that FSDP2 gathers its weights for the loss too.
 
     Args:
-        chunk_size: positions whose logits are held at a time; None takes a default for the device.
+        head: the draft model without its loss.
+        chunk_size: number of positions whose logits are in memory at a time; None takes a default for the device.
     """
 
     def __init__(self, head: DraftHead, chunk_size: int | None = None) -> None:
@@ -215,10 +214,10 @@ class DraftModel(nn.Module):
         """Compute the loss.
 
         Args:
-            tapped_BTD: see `DraftHead.forward`, like the next one.
-            embeds_BTD: embeddings.
+            tapped_BTD: see `DraftHead.forward`.
+            embeds_BTD: see `DraftHead.forward`.
             rows: `position_ids_BT`, `plan` and `places_K` of `DraftHead.forward`.
-            hidden_KD: see `draft_loss`, like the next one.
+            hidden_KD: see `draft_loss`.
             target: the policy's output head.
         """
         draft_KD = self.head(tapped_BTD, embeds_BTD, *rows)
@@ -228,15 +227,15 @@ class DraftModel(nn.Module):
 
 
 class DraftTrainer:
-    """See the module docstring.
+    """Trains a draft model on the passes of the policy's training (see the module docstring).
 
     Args:
         model: the draft model, sharded or not.
         taps: hooks on the policy.
-        optimizer: of the draft model's parameters; its learning rate follows the policy's.
-        max_grad_norm: norm to which its gradient is clipped; None: no clipping.
+        optimizer: optimizer of the draft model's parameters; it gets the policy's learning rate.
+        max_grad_norm: norm to which the draft model's gradient is clipped; None for no clipping.
         loss_weight: factor of the loss.
-        groups: the groups of ranks with different tokens, whose sums are added up one after another.
+        groups: groups of ranks with different tokens, over which sums are reduced one group after another.
     """
 
     def __init__(
@@ -264,7 +263,7 @@ class DraftTrainer:
 
     @contextmanager
     def watching(self, rows: DraftRows) -> Iterator[None]:
-        """Learn from the forward pass of a microbatch in the block."""
+        """Run a block in which the draft model learns from the policy's forward pass of a microbatch."""
         self._rows = rows
         try:
             with self._taps.watching():
@@ -273,7 +272,7 @@ class DraftTrainer:
             self._rows = None
 
     def learn(self, hidden_KD: Tensor, target: OutputHead) -> None:
-        """Add the gradients of the microbatch that is watched, if there is one.
+        """Add the draft model's gradients for the microbatch of `watching`, or do nothing outside of `watching`.
 
         Args:
             hidden_KD: the policy's hidden states at the scored positions.
@@ -282,11 +281,11 @@ class DraftTrainer:
         if self._rows is None:
             return
         positions = self._rows.position_ids_BT
-        # The draft model predicts the token after the next one, so the first position of a sequence has no place.
+        # The draft model predicts from the position before the policy's, which the first position of a sequence lacks.
         follows_K = positions.flatten().index_select(0, self._rows.positions_K) > 0
         places_K = self._rows.positions_K[follows_K] - 1
         tapped = torch.cat(self._taps.tapped(), -1)
-        embeds = self._taps.embedding().roll(-1, 1)  # the last token of a sequence gets a wrong one that nothing uses
+        embeds = self._taps.embedding().roll(-1, 1)  # wrong at the last position of a sequence, where it is not used
         bias = None if target.bias_V is None else target.bias_V.detach()
         frozen = OutputHead(target.weight_VD.detach(), bias, target.transform, target.group)
         with torch.enable_grad():
@@ -321,7 +320,7 @@ class DraftTrainer:
         """Update the draft model, unless its gradient is not finite.
 
         Args:
-            learning_rate: the policy's.
+            learning_rate: the current learning rate of the policy.
         """
         if self._finite:
             for group in self.optimizer.param_groups:
@@ -332,7 +331,7 @@ class DraftTrainer:
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
-        """Forget the gradients and sums of an update."""
+        """Discard the gradients and sums of an update."""
         self.model.zero_grad(set_to_none=True)
         self._sums.zero_()
 
@@ -340,7 +339,7 @@ class DraftTrainer:
         """Yield the draft model's tensors for the stream of weights, after the policy's tensors.
 
         Args:
-            dtype: cast floating-point tensors to it; None keeps float32.
+            dtype: type to which floating-point tensors are cast; None keeps float32.
         """
         for number, (name, tensor) in enumerate(self.head.state_dict(keep_vars=True).items()):
             place, order = block_here(tensor), (sys.maxsize, number)
@@ -361,12 +360,13 @@ def build_draft_model(
 ) -> DraftModel:
     """Build the draft model of a policy section in a collective call.
 
-    FSDP2 shards it separately from the policy, because its backward pass runs inside the policy's forward pass.
+    FSDP2 shards the draft model separately from the policy, because the backward pass of the draft model runs inside
+    the policy's forward pass.
 
     Args:
-        mesh: ranks with different tokens, which share the weights.
-        dtype: dtype of its forward and backward pass; its weights are float32.
-        device: device on which it computes.
+        mesh: the ranks with different tokens, which shard the weights.
+        dtype: dtype of the forward and backward pass; the weights are float32.
+        device: device on which the draft model computes.
         seed: run seed, for the weights of a new draft model.
     """
     head = DraftHead(shape_of(config))

@@ -1,21 +1,18 @@
-"""The attention function for training, which serves padded rows, packed rows and rows divided over ranks.
+"""The attention function for training, for padded rows, packed rows and rows divided over ranks, and its check.
 
-The attention function that transformers calls, registered under `VARLEN_ATTENTION`.
+transformers calls the function, which is registered as `VARLEN_ATTENTION`. Keyword arguments of the model's forward say
+which tokens belong together: `cu_seq_lens_q` for packed rows (`models.training.inputs`), or `divided_row` for rows that
+several ranks share.
 
 Invariant: token i of a sequence attends to tokens j <= i of the same sequence, within the layer's sliding window, and
-to nothing else; unsupported arguments are refused, not approximated. A layer's window is read from its mask, as in the
-attention functions of transformers, because not every architecture passes it as a separate argument.
+to nothing else; unsupported arguments are refused, not approximated. The layer's window takes the place of its mask
+(`_window_mask`), because not every architecture passes the window as a separate argument.
 
-Keyword arguments of the model's forward say which tokens belong together: `cu_seq_lens_q` for packed rows
-(`models.training.inputs`), or `divided_row` for rows that several ranks share.
-
-Check on the model itself that the registered attention gives the same outputs as the model's own attention. Two
-sequences are scored padded by the model's own attention and then in the layout of training: packed, padded, or divided.
-This finds masks that hold more than causality and windows, and interactions of tokens outside attention: state-space or
-convolution layers, masks built inside the model, positions not taken from `position_ids`. Invariant: the attention used
-in training has passed the check; windows are shortened for it, so that the few tokens of the check reach beyond them.
-
-Choose the attention function from the policy section and from what the architecture supports.
+`choose_attention` uses the registered function only if a check on the model passes. The check scores two sequences
+twice: padded, by the model's own attention, and in the layout of training (packed, padded or divided), by the
+registered function. The outputs differ if a mask holds more than causality and windows, or if tokens interact outside
+attention, as in state-space or convolution layers. They also differ if the model builds masks or positions itself.
+Sliding windows are shortened during the check, so that its two short sequences are longer than the windows.
 """
 
 import logging
@@ -46,7 +43,7 @@ class DividedRow(Protocol):
     """A row whose tokens are on other ranks, or in another order, than attention needs."""
 
     plan: AttentionPlan
-    """The pieces, in positions of the tensors that `enter` returns."""
+    """The pieces of the row, as positions in the tensors that `enter` returns."""
 
     def enter(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Move `[b, H, t, D]` to the ranks and the order of the plan."""
@@ -82,15 +79,15 @@ def varlen_attention(
         query: `[b, H, T, D]`; b is 1 for packed rows.
         key: `[b, H_kv, T, D]`.
         value: `[b, H_kv, T, D_v]`.
-        attention_mask: result of `_window_mask`: the layer's window, 0-d int64, or None; segment boundaries come
-            from `cu_seq_lens_q` or `divided_row`.
+        attention_mask: the result of `_window_mask`, which is the layer's window as a 0-d int64 tensor, or None. It
+            holds no segment boundaries; these come from `cu_seq_lens_q` or `divided_row`.
         dropout: attention dropout probability.
         scaling: factor on the scores; None means `D ** -0.5`.
         softcap: bound of the scores; see `Scoring`.
         s_aux: `[H]` attention sinks; see `Scoring`.
         cu_seq_lens_q: `[S + 1]` int32 segment boundaries in the packed row; None for plain rows.
         max_length_q: length of the longest segment.
-        divided_row: moves the tokens of a row that ranks divide, and holds its segments.
+        divided_row: moves the tokens of a row that is divided over ranks, and holds its segments.
         **kwargs: other arguments of the model; arguments that change the scores are refused.
 
     Returns:
@@ -128,7 +125,7 @@ def _refuse_unsupported(module: nn.Module, attention_mask: Tensor | None, kwargs
 
 
 def _window_mask(*, local_size: int | None = None, **kwargs: Any) -> Tensor | None:
-    """Return the window of a layer's mask, as the mask function registered with `varlen_attention`."""
+    """Return a layer's sliding window in place of its mask. transformers calls this to make the mask."""
     return None if local_size is None else torch.tensor(local_size)
 
 
@@ -160,7 +157,9 @@ def logits(model: PreTrainedModel, model_inputs: dict[str, Any]) -> Tensor:
 def use_registered_attention(
     model: PreTrainedModel, *, packed: bool, divided: bool, forward: Forward = logits
 ) -> PreTrainedModel:
-    """Set the registered attention on a model, or keep the model's own if outputs differ and nothing needs the other.
+    """Set the registered attention on a model if its outputs equal those of the model's own attention.
+
+    If they differ, the model keeps its own attention, unless packing or division needs the registered one.
 
     Args:
         model: the unsharded model with its real weights.
@@ -185,7 +184,7 @@ def use_registered_attention(
     except ConfigError as error:
         if packed or divided:
             raise
-        if own == VARLEN_ATTENTION:  # loaded with it
+        if own == VARLEN_ATTENTION:  # the model was loaded with the registered attention
             own = "eager"
         model.set_attn_implementation(own)
         logger.info("%s keeps its own attention (%s): %s", type(model).__name__, own, error)
@@ -206,7 +205,7 @@ def verify_packing(model: PreTrainedModel, forward: Forward = logits) -> None:
 
 
 def verify_division(model: PreTrainedModel, forward: Forward = logits) -> None:
-    """Check that tokens interact in attention only: given positions, their order in the row does not matter.
+    """Check that tokens interact in attention only, so that with given positions their order in the row has no effect.
 
     Context parallelism needs this, because each rank holds only some of the tokens.
 
@@ -344,17 +343,17 @@ def _short_windows(model: PreTrainedModel) -> Iterator[None]:
 def attention_to_load(config: PolicyConfig) -> str | None:
     """Return the `attn_implementation` to load a model with, or None to let the architecture choose.
 
-    Packed rows need the registered attention. So do models that see only a part of each row, because transformers
-    makes its masks from the tokens that the model sees.
+    Packed rows need the registered attention. A model that sees only a part of each row also needs it, because
+    transformers would build the masks from that part alone.
     """
-    registered = register_varlen_attention()  # always: one rank may choose it later, in `choose_attention`
+    registered = register_varlen_attention()  # in any case, because `choose_attention` may choose it later
     asked = config.dtensor_cfg
     partial_rows = asked.context_parallel_size > 1 or asked.sequence_parallel
     return registered if config.sequence_packing.enabled or partial_rows else None
 
 
 def choose_attention(probe_model: PreTrainedModel, config: PolicyConfig, forward: Forward = logits) -> str:
-    """Test which attention an architecture can use: the registered one if it does not change the outputs.
+    """Return the name of the attention for an architecture: the registered one if it does not change the outputs.
 
     Args:
         probe_model: an unsharded model of the architecture, with weights.
@@ -376,9 +375,9 @@ def choose_attention(probe_model: PreTrainedModel, config: PolicyConfig, forward
 
 
 def can_share_prompts(probe_model: PreTrainedModel, config: PolicyConfig, forward: Forward = logits) -> bool:
-    """Return whether packed rows may hold one copy of the tokens that they begin with.
+    """Return whether packed rows may hold one copy of a prompt that several sequences begin with.
 
-    False if that is not configured, or if context or pipeline parallelism divides the tokens or the model.
+    Return False if this is not configured, if context or pipeline parallelism is used, or if outputs would differ.
 
     Args:
         probe_model: the model, after `choose_attention`.

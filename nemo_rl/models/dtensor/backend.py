@@ -1,14 +1,14 @@
 """The PyTorch-native training backend on one rank: FSDP2 over a Hugging Face model.
 
-Implements `models.training.interfaces.PolicyBackend`. `policy.workers.rank` builds it inside a Ray actor, tests build
-it in plain processes; the process group must exist before.
+`DTensorBackend` implements `models.training.interfaces.PolicyBackend`. `policy.workers.rank` builds it inside a Ray
+actor, and tests build it in plain processes. The process group must exist before.
 
-Invariant: master weights are float32 and sharded over the data-parallel mesh; code that changes them keeps no stale
-gathered copy. With LoRA the loaded weights are the reference and do not change; weights for engines and checkpoints
-are merged (`lora`).
+Invariant: master weights are float32 and sharded over the data-parallel mesh. Before weights are read or changed, the
+gathered copies of FSDP2 are freed, so that none becomes stale. With LoRA the loaded weights are the reference and do
+not change; weights for engines and checkpoints are merged with the adapters (`lora`).
 
-On CPUs the same data gives the same bits: the thread count is fixed by the caller, microbatches run in
-plan order, ranks reduce in gloo's fixed ring order, and no kernel used here has a random summation order.
+On CPUs the same data gives the same bits: the caller fixes the number of threads, microbatches run in the order of the
+plan, ranks reduce in gloo's fixed ring order, and no kernel used here has a random summation order.
 """
 
 import logging
@@ -76,7 +76,7 @@ logger = logging.getLogger(__name__)
 
 
 class DTensorBackend(TorchBackend):
-    """See the module docstring and `PolicyBackend`.
+    """The `PolicyBackend` of FSDP2 (see the module docstring).
 
     Args:
         device: this rank's device; its type is the mesh's device type.
@@ -117,7 +117,7 @@ class DTensorBackend(TorchBackend):
         if layout.pp > 1:
             keep_stage(self.model.hf, meshes, config.dtensor_cfg.virtual_pipeline_size, device)
         self._balance = watch_experts(self.model.hf, config, device, meshes) if init_optimizer else None
-        # The balance counts the tokens of a prompt once per row, so prompts cannot be shared.
+        # The load of experts counts a prompt's tokens in every row that has the prompt, so prompts cannot be shared.
         drafts = config.draft.enabled and init_optimizer
         self.shares_prompts = built.shares_prompts and self._balance is None and not drafts
         if not (init_optimizer or init_reference_model) and _stores_compute_precision(device):
@@ -212,9 +212,9 @@ class DTensorBackend(TorchBackend):
             self._replay.use(inputs)
 
     def _check_further_inputs(self, microbatches: Sequence[ModelInputs]) -> None:
-        """Refuse inputs that the body's forward does not name, and positions that its own masks may misread.
+        """Refuse inputs that the body's forward has no parameter for, and positions that its own masks may misread.
 
-        Without a mask, transformers' masks take a step in the positions for the start of another sequence.
+        Without an attention mask, transformers takes a jump in the positions for the start of another sequence.
         """
         names = {name for inputs in microbatches for name in inputs.further_names}
         if names:
@@ -238,7 +238,7 @@ class DTensorBackend(TorchBackend):
 
     @torch.no_grad()
     def _survey(self, microbatches: Sequence[ModelInputs], balance: ExpertBalance) -> None:
-        """Record how the tokens of an update are routed, without computing its scores."""
+        """Record how the tokens of an update are routed to experts, without computing their scores."""
         self.model.eval()
         for inputs in microbatches:
             unscored = replace(inputs, positions_K=inputs.positions_K[:0], targets_K=inputs.targets_K[:0])
@@ -333,7 +333,7 @@ class DTensorBackend(TorchBackend):
         """See `PolicyBackend.held_weights`.
 
         Args:
-            dtype: cast floating-point tensors to it, but for those that stay float32; None keeps all in float32.
+            dtype: type to which floating-point tensors are cast, except those that stay float32; None casts nothing.
         """
         reshard(self.model)
         hf, named = self.model.hf, checkpoint_io.weights_by_name(self.model.hf)

@@ -1,7 +1,7 @@
 """Build the model of a policy section, check and adapt it, and leave its weights in the files.
 
-Afterwards `parallelize.shard` divides it among the ranks and `lazy_weights` reads each rank's part. Invariant: one rank
-finds unsupported settings on a small probe model, and all ranks refuse them.
+Afterwards `parallelize.shard` divides the model among the ranks, and `lazy_weights` reads each rank's part. Invariant:
+rank 0 tests the settings on a small probe model, and all ranks raise an error for settings that are not supported.
 """
 
 from collections.abc import Callable
@@ -61,7 +61,7 @@ class Found:
     shares_prompts: bool
     """Whether packed rows may hold one copy of a prompt."""
     transform: LogitTransform | None
-    """Operations after the output head; None for a scoring head, and if they cannot be described."""
+    """Operations that the model applies to the logits; None for a scoring head, or if they cannot be described."""
 
 
 @dataclass(frozen=True)
@@ -101,14 +101,14 @@ def build_model(config: PolicyConfig, seed: int) -> Built:
 
 
 def longest_sequence(config: PolicyConfig) -> int:
-    """Return the number of tokens of the longest sequence that a model and its engines may see."""
+    """Return the length, in tokens, of the longest sequence that a model and its engines may see."""
     scores = config.reward_model_cfg.enabled
     engine = config.generation.engine if config.generation is not None and not scores else None
     return engine.max_model_len if engine is not None else config.max_total_sequence_length
 
 
 def adapted(hf: PreTrainedModel, config: PolicyConfig, found: Found, seed: int) -> CausalLMWithLogprobs | RewardModel:
-    """Wrap a model and add its attention function and adapters, in place, and freeze modules for images or sound.
+    """Wrap a model after setting its attention, freezing its modules for images or sound and adding its adapters.
 
     Args:
         hf: the unsharded model, with weights or without.
@@ -116,7 +116,7 @@ def adapted(hf: PreTrainedModel, config: PolicyConfig, found: Found, seed: int) 
         seed: run seed, for the adapters' initial values.
 
     Raises:
-        ConfigError: its head cannot be divided, or it lacks the layers to adapt.
+        ConfigError: the model's head cannot be divided, or the model lacks the layers to adapt.
     """
     hf.set_attn_implementation(found.attention)
     for part in parts_without_text(hf):
@@ -133,9 +133,8 @@ def adapted(hf: PreTrainedModel, config: PolicyConfig, found: Found, seed: int) 
 def try_out(probe_model: PreTrainedModel, context: int, config: PolicyConfig) -> Found:
     """Test on a small probe model which features the architecture supports.
 
-    Tests whether it divides into stages, which attention it can use, whether prompts may be shared, and which
-    operations follow its head. A reward model is first checked for a scoring head, and the operations after its head
-    are not looked for.
+    The features are: division into stages, the attention function, shared prompts, and the operations after the output
+    head. A reward model is first checked for a scoring head, and has no operations after it.
 
     Raises:
         ConfigError: the architecture does not support the settings.

@@ -1,16 +1,17 @@
 """Context parallelism: the ranks of a group divide the tokens of each row.
 
-Everything except attention treats tokens separately, so each rank runs the model on its own tokens. Attention sees the
-whole row, by one of two methods:
+Only attention combines tokens, so each rank runs the model on its own tokens. Attention sees the whole row, by one of
+two methods:
 
-* `all_gather`: keys and values of all ranks are gathered; a rank computes its own queries. Allows any number of heads.
-* `ulysses`: tokens are exchanged for heads (Jacobs et al. 2023, arXiv:2309.14509); a rank computes all queries of its
-  share of the heads.
+* `all_gather`: each rank gathers the keys and values of all ranks, and computes attention for its own queries. The
+  number of heads can be any.
+* `ulysses`: the ranks exchange tokens for heads (Jacobs et al. 2023, arXiv:2309.14509), and each rank computes
+  attention for all tokens in its share of the heads.
 
 A row is cut into `2 * cp` chunks, and each rank takes two: the chunk with the most work is paired with the chunk with
 the least. For one long sequence these are chunks r and `2 * cp - 1 - r`, as in Llama 3 (arXiv:2407.21783, section
-3.3.2). Invariant: ranks that divide a row hold the gradient of their own tokens, so gradients are summed over them as
-over data-parallel ranks; the scores that leave this module are those of whole rows.
+3.3.2). Invariant: each rank computes the gradient of its own tokens only, so gradients are summed over these ranks as
+over data-parallel ranks. The scores that this module returns are those of whole rows.
 """
 
 from collections.abc import Sequence
@@ -46,7 +47,7 @@ class Chunks:
 
     @classmethod
     def balanced(cls, edges: Sequence[int], ranks: int, rank: int) -> "Chunks":
-        """Pair chunks of most and least work, so that two ranks differ by at most one chunk's work."""
+        """Pair the chunk of most work with the chunk of least work, and so on, so that ranks have similar work."""
         work = [sum(p.work for p in _pieces(edges, 2 * ranks, chunk, 0)) for chunk in range(2 * ranks)]
         lightest_first = sorted(range(2 * ranks), key=lambda chunk: work[chunk])
         pairs = (sorted((lightest_first[i], lightest_first[-1 - i])) for i in range(ranks))
@@ -102,7 +103,7 @@ class Chunks:
 
 
 def _pieces(edges: Sequence[int], count: int, chunk: int, place: int) -> list[Piece]:
-    """Cut chunk number `chunk` of `count` at the borders of sequences, with its first query at index `place`."""
+    """Cut chunk `chunk` of `count` chunks at the borders of sequences. `place` is the index of its first query."""
     length = edges[-1] // count
     begin, end = chunk * length, (chunk + 1) * length
     met = [
@@ -120,14 +121,14 @@ class OwnTokens:
     places: Tensor
     """Indices of the rank's scores among the microbatch's K scores."""
     num_scores: int
-    """K."""
+    """Number K of scores of the whole microbatch."""
 
 
 class ContextParallel:
-    """Divides rows among the ranks of a group and collects their scores, on one rank.
+    """Selects this rank's tokens of each row, and collects the scores of all ranks.
 
     Args:
-        mesh: mesh with one axis: the ranks that divide the same rows.
+        mesh: mesh with one axis, the ranks that divide the same rows.
         method: `all_gather` or `ulysses`.
     """
 
@@ -143,7 +144,7 @@ class ContextParallel:
             inputs: the microbatch, equal on all ranks; the length of its rows is a multiple of `2 * cp` tokens.
 
         Raises:
-            ConfigError: the length of the rows is not such a multiple.
+            ConfigError: the length of the rows is not a multiple of `2 * cp`.
         """
         tokens = inputs.model_inputs["input_ids"]
         num_rows, length = tokens.shape
@@ -160,7 +161,7 @@ class ContextParallel:
             [0, length] if bounds is None else bounds.tolist(), self._ranks, self._rank
         )
         own = {key: chunks.take(value) for key, value in whole.items()}
-        positions_K, is_own = chunks.own(inputs.positions_K.cpu())  # on a GPU the next line would wait for it too
+        positions_K, is_own = chunks.own(inputs.positions_K.cpu())  # on a GPU `nonzero` would wait as long
         mine_k = is_own.nonzero()[:, 0]
         places = to_device(mine_k, tokens.device)
         mine = replace(
@@ -176,7 +177,7 @@ class ContextParallel:
     def divided(
         self, microbatches: Sequence[ModelInputs], forward_step: ForwardStep
     ) -> tuple[list[ModelInputs], ForwardStep]:
-        """Return this rank's tokens of all microbatches, and a step that passes on the scores of whole rows."""
+        """Return this rank's tokens of all microbatches, and a `forward_step` that gets the scores of whole rows."""
         owned = [self.divide(inputs) for inputs in microbatches]
 
         def step(index: int, first: Tensor, second: Tensor) -> Tensor | None:
@@ -190,13 +191,13 @@ class ContextParallel:
         return all_reduce(whole, self._group)
 
     def join(self, hidden_tD: Tensor) -> Tensor:
-        """Gather `[T, D]` of the row that was divided last from every rank's tokens, without gradients."""
+        """Gather the hidden states `[T, D]` of the row that was divided last from all ranks, without gradients."""
         assert self._chunks is not None, "nothing has been divided"
         return self._chunks.to_row(all_gather(hidden_tD, 0, self._group, partial_gradient=False), 0)
 
 
 class _GatheredRow:
-    """This rank's queries with the keys and values of all ranks."""
+    """The `DividedRow` of `all_gather`: this rank's queries with the keys and values of all ranks."""
 
     def __init__(self, chunks: Chunks, group: dist.ProcessGroup) -> None:
         self.plan = AttentionPlan(chunks.pieces)
@@ -218,9 +219,10 @@ class _GatheredRow:
 
 
 class _ExchangedRow:
-    """All tokens of this rank's heads.
+    """The `DividedRow` of `ulysses`: all tokens, with this rank's heads only.
 
-    If there are fewer key heads than ranks, key heads are repeated; grouped queries share them anyway.
+    If the number of key heads is no multiple of the number of ranks, key heads are repeated. The result is the same,
+    because several query heads share a key head.
     """
 
     def __init__(self, chunks: Chunks, group: dist.ProcessGroup) -> None:

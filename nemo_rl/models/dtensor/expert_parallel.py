@@ -1,15 +1,16 @@
 """Divide the experts of mixture-of-experts layers among ranks, in place.
 
 In transformers, one module holds all experts of a layer in fused parameters `[E, ...]` and is called as
-`experts(hidden [N, D], top_k_index [N, k], top_k_weights [N, k])`. Each rank keeps `E / ranks` experts, and computes
-with the model's own experts forward (its activation, limits, biases and grouped matrix products). There are two ways:
+`experts(hidden [N, D], top_k_index [N, k], top_k_weights [N, k])`. Each rank keeps `E / ranks` experts, and runs the
+forward of the model's own module on them (its activation, limits, biases and grouped matrix products). There are two
+ways:
 
     divide_over_tensor_ranks    every rank has all tokens; it sums the outputs of its own experts
     dispatch_over_expert_ranks  every rank has different tokens; each token goes to the ranks of its experts, and back
 
-Invariant: every rank enters every collective in the same order, with tokens or without, also in a recomputed forward.
-Experts that got no token get a gradient of zeros, because FSDP2's reduction skips parameters without a gradient, and
-ranks that have one would wait for it forever.
+Invariant: all ranks enter the same collectives in the same order, even a rank without tokens, also when the forward
+pass is recomputed. Experts that got no token get a gradient of zeros: FSDP2 skips the reduction of a parameter without
+a gradient, and ranks that have a gradient would wait for this rank forever.
 
 Source of the dispatch: GShard (Lepikhin et al. 2020, arXiv:2006.16668, section 3.2), without capacities.
 """
@@ -88,10 +89,11 @@ def _num_own(experts: nn.Module) -> int:
 
 
 def divide_over_tensor_ranks(experts: nn.Module, mesh: DeviceMesh) -> None:
-    """Keep this rank's experts, and make the rank compute their part of the sum for all tokens.
+    """Keep this rank's experts, and make the rank compute what they add to the outputs of all tokens.
 
-    For the MLP block of a decoder layer under tensor parallelism: input and routing are equal on all ranks, the output
-    is this rank's part of a sum, and so are the gradients of hidden states and routing weights.
+    Use this for the MLP block of a decoder layer under tensor parallelism. Input and routing are equal on all ranks.
+    The block's output is the sum of the ranks' outputs, and the gradients of hidden states and routing weights are sums
+    over the ranks too.
 
     Args:
         experts: a module from `find_experts`; parameters may be on the meta device.
@@ -105,9 +107,9 @@ def divide_over_tensor_ranks(experts: nn.Module, mesh: DeviceMesh) -> None:
 def dispatch_over_expert_ranks(experts: nn.Module, mesh: DeviceMesh) -> None:
     """Keep this rank's experts, and send each token to the ranks of its experts.
 
-    Input, routing, output and their gradients are those of this rank's tokens. So the modules that compute them
-    (router, shared experts) are whole on every rank, and their gradients must be summed over all ranks with different
-    tokens. If tensor-parallel ranks have the same tokens, wrap the block with `divide_tokens`.
+    Input, routing and output are those of this rank's tokens. The router and shared experts stay whole on every rank,
+    and their gradients must be summed over all ranks with different tokens. If tensor-parallel ranks have the same
+    tokens, wrap the block with `divide_tokens`.
 
     Args:
         experts: a module from `find_experts`; parameters may be on the meta device.
@@ -121,9 +123,10 @@ def dispatch_over_expert_ranks(experts: nn.Module, mesh: DeviceMesh) -> None:
 def divide_tokens(block: nn.Module, group: dist.ProcessGroup) -> None:
     """Make each tensor-parallel rank run a block on its part of the sequence only.
 
-    Wraps a block whose experts are dispatched, instead of the `enter` and `leave` of other blocks. Outside, hidden
-    states `[b, T, D]` and their gradient are equal on all ranks; inside, no module is divided, so the gradients of its
-    router and shared experts are partial. With sequence parallelism the tokens are divided already.
+    This is for a block whose experts are dispatched; other blocks are divided by `tensor_parallel` instead. The block's
+    input and output `[b, T, D]` and their gradients are equal on all ranks. Inside, each rank runs the whole router and
+    shared experts on its own tokens, so their gradients must be summed over the ranks. Do not use it with sequence
+    parallelism, which has already divided the tokens.
 
     Args:
         block: takes and returns hidden states, or a tuple that begins with them.
@@ -147,7 +150,7 @@ def shard_experts(
         mesh: `Meshes.expert_fsdp`.
         precision: policy of the layer; routing weights keep their own dtype.
         offload: policy of the layer.
-        reshard_after_forward: as in `fully_shard`.
+        reshard_after_forward: argument of `fully_shard`.
     """
     fully_shard(
         experts,
@@ -160,9 +163,9 @@ def shard_experts(
 
 
 def _placement(shards: int, parameter: nn.Parameter) -> Shard:
-    """Choose the first dim that divides evenly.
+    """Shard a parameter along the first dimension that divides evenly, or along dimension 0 if there is none.
 
-    FSDP2 can pad dim 0 only, and with padding most ranks would hold nothing.
+    FSDP2 can pad dimension 0 only. If a rank has fewer experts than there are shards, padding would leave ranks empty.
     """
     assert isinstance(parameter, DTensor), "experts are shared before they are sharded"
     sizes = parameter.to_local().shape
@@ -170,7 +173,7 @@ def _placement(shards: int, parameter: nn.Parameter) -> Shard:
 
 
 def _keep_own(experts: nn.Module, mesh: DeviceMesh) -> None:
-    """Make DTensors of the parameters with the rows of this rank's experts, without communication."""
+    """Replace the parameters by DTensors that hold this rank's experts, without communication."""
     for name, parameter in list(experts.named_parameters(recurse=False)):
         experts._parameters[name] = as_sharded(parameter, Shard(0), mesh)
     own_number: Any = num_experts(experts) // mesh.size()
@@ -182,7 +185,7 @@ class _Pairs:
     """Pairs of a token and one of its experts, ordered by expert, then by token."""
 
     places: Tensor
-    """`[N * k]` index of each pair in the flattened `[N, k]`."""
+    """`[N * k]` index of each pair in the flattened `top_k_index`."""
     counts: Tensor
     """`[E]` number of pairs of each expert."""
 
@@ -244,9 +247,9 @@ def _compute(forward: Callable[..., Tensor], experts: nn.Module, rows: Tensor, c
 
 
 def _weighted_sum(results: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-    """Sum each token's results times their weights to `[N, D]`, where pairs without a result count as zero.
+    """Return the weighted sum of each token's results `[N, D]`, where pairs without a result count as zero.
 
-    The sum is over a dim, not an indexed addition, so that its order is also fixed on GPUs.
+    The sum runs over a dimension and is no indexed addition, whose order is not fixed on GPUs.
     """
     every = results.new_zeros((weights.numel(), results.shape[1])).index_copy(0, places, results)
     return (every.view(*weights.shape, -1) * weights[..., None]).sum(1).to(results.dtype)
@@ -264,7 +267,7 @@ def _run_on_part(
 
 
 class _NoTokens(torch.autograd.Function):
-    """Output of experts for no rows, with zeros as the gradients of their parameters."""
+    """Return the empty output of experts without tokens. The gradients of their parameters are zeros."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, *parameters: Tensor) -> Tensor:

@@ -1,25 +1,21 @@
-"""Hugging Face models whose forward returns the log-probabilities of tokens, or numbers, for a policy.
+"""Wrappers of Hugging Face models whose forward returns log-probabilities of tokens, or one number per position.
 
-Of a causal language model, the decoder body computes hidden states; the output head then runs only on the positions
-that are scored, in chunks (`distributed.parallel_logprobs`). Both happen inside one module's forward, because FSDP2
+Both wrappers have the same signature, so that `backend` can run either. The decoder body computes hidden states, and
+the head runs only on the positions that the inputs name. Both run inside the forward of one module, because FSDP2
 gathers the root's parameters (embedding, final norm, head) around that call.
 
-Invariant: parameters keep their Hugging Face names under `hf`, and the log-probabilities are those of the model's own
-logits: `find_transform` compares the two. A model with a head that `huggingface.head` cannot describe uses its own
-forward, on ranks that hold the whole head.
+`CausalLMWithLogprobs` computes log-probabilities in chunks (`distributed.parallel_logprobs`). It needs to know which
+operations follow the linear head. Configurations describe these operations under different names, or not at all, so
+`find_transform` compares each operation that the configuration suggests with the model's own logits. The comparison
+includes logits so large that soft-capping has an effect. If no operation reproduces the logits, the model's own forward
+computes them, on ranks that hold the whole head.
 
-A sequence classifier with one label returns a number for each given position. It has the same signature as the wrapper
-of language models, so that `backend` can run either. The body computes hidden states; the scalar head sees only the
-positions that the inputs name: the last token of each sequence for scores of a reward model, the token before each
-target for values of a critic.
+`RewardModel` wraps a sequence classifier with one label. The positions are the last token of each sequence for scores
+of a reward model, and the token before each target for values of a critic.
 
-Invariant: parameters keep their Hugging Face names under `hf`, and the score of a sequence equals that of
-`AutoModelForSequenceClassification`; `require_scoring_head` compares the two on a small probe model.
-
-Configurations describe the operations that turn hidden states into logits under different names, or not at all. So each
-operation that the configuration suggests is compared with the model's own logits. Invariant: a returned transform
-reproduces the logits, including large logits outside of the usual range of the loaded weights, where soft-capping has
-an effect.
+Invariant: parameters keep their Hugging Face names under `hf`. Log-probabilities are those of the model's own logits.
+The score of a sequence equals that of `AutoModelForSequenceClassification`; `require_scoring_head` compares the two on
+a small probe model.
 """
 
 import itertools
@@ -53,7 +49,7 @@ from nemo_rl.utils.errors import ConfigError
 
 
 class RewardModel(ShardableModel):
-    """Wraps a sequence classifier, as the module docstring describes."""
+    """A sequence classifier that returns one number for each given position."""
 
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
@@ -73,7 +69,7 @@ class RewardModel(ShardableModel):
         Args:
             model_inputs: the model's keyword arguments; `input_ids` is `[b, T]`, or `[1, N]` packed.
             positions_K: `[K]` indices into the flattened `[b * T]` tokens.
-            targets_K: not used; part of the common signature with language models.
+            targets_K: not used; the signature is that of `CausalLMWithLogprobs`.
             density: not used.
             top_k: not used.
 
@@ -106,7 +102,7 @@ def require_scoring_head(probe_model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _scores_the_last_token(hf: PreTrainedModel) -> bool:
-    """Return whether the head on the last hidden state gives the model's own output, on a few tokens."""
+    """Return whether the head, applied to the hidden state of the last of a few tokens, gives the model's output."""
     head = getattr(hf, "score", None)
     if not isinstance(head, nn.Linear) or hf.base_model is hf:
         return False
@@ -156,7 +152,7 @@ def find_transform(hf: PreTrainedModel) -> LogitTransform | None:
 
 
 def _suggested(hf: PreTrainedModel) -> Iterator[LogitTransform]:
-    """Yield every combination of the scales and caps that the configuration names, starting with most values."""
+    """Yield every combination of the scales and caps that the configuration names. The last has none of them."""
     config = hf.config.get_text_config()
 
     def values(names: tuple[str, ...]) -> list[float]:
@@ -178,17 +174,17 @@ logger = logging.getLogger(__name__)
 
 
 class CausalLMWithLogprobs(ShardableModel):
-    """Wraps a Hugging Face model, as the module docstring describes."""
+    """A causal language model that returns the log-probabilities of target tokens."""
 
     draft: DraftTrainer | None = None
-    """The draft model's trainer, which learns from training passes; None: there is none."""
+    """Trainer of the draft model, which learns from training passes; None if there is no draft model."""
 
     def __init__(self, hf: PreTrainedModel, *, transform: LogitTransform | None, chunk_size: int | None = None) -> None:
         super().__init__()
         self.hf = hf
         """The wrapped model; its `named_parameters` are the names to export."""
         self.transform = transform
-        """Operations after the linear head; None: the model's own forward gives the logits."""
+        """Operations after the linear head; None if the model's own forward computes the logits."""
         self.chunk_size = chunk_size
         """Tokens per chunk of logits; None takes a default for the device."""
 
@@ -227,7 +223,8 @@ class CausalLMWithLogprobs(ShardableModel):
     ) -> tuple[Tensor, Tensor]:
         """Score the body's hidden states `[b, T, D]`, or `[b, T / tp, D]` with sequence parallelism.
 
-        Each rank's head gives one part of the gradient of the hidden states; the backward pass sums the parts.
+        Each tensor-parallel rank's part of the head gives a part of the gradient of the hidden states. The backward
+        pass sums these parts.
         """
         assert self.transform is not None
         hidden_KD = self.whole_rows(hidden, partial_gradient=True).flatten(0, 1).index_select(0, positions_K)

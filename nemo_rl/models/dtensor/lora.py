@@ -1,23 +1,19 @@
-"""LoRA in the DTensor backend: low-rank adapters on a frozen model, and their files.
+"""LoRA in the DTensor backend: low-rank adapters on a frozen model (Hu et al. 2021, arXiv:2106.09685) and their files.
 
-Low-rank adapters on a frozen model (LoRA, Hu et al. 2021, arXiv:2106.09685).
-
-`apply_lora` adds adapters after the model is made and before it is sharded; `save_adapter` writes the adapters; weight
-sync and checkpoints read merged weights. Invariant: base weights never change. Code outside of `models.dtensor` sees
-plain weights under Hugging Face names; each is merged when it is read.
+`apply_lora` adds adapters after the model is made and before it is sharded. Weight sync and checkpoints read merged
+weights. Invariant: base weights never change. Code outside of `models.dtensor` sees plain weights under Hugging Face
+names; each weight is merged when it is read.
 
 FSDP2 and tensor parallelism divide an adapted layer's weight `[out, in]` and its B `[out, dim]` by the same rows, and A
 `[dim, in]` by the weight's columns. So a rank merges its own part, and only the small A is gathered.
 
-Write and read LoRA adapters in the format of the PEFT library.
+`save_adapter` and `load_adapter` use the format of the PEFT library. Layout (W = weights folder of a checkpoint):
 
-Layout (W = weights folder of a checkpoint):
-
-    W/model/     merged weights, written by `checkpoint_io`, loaded by `from_pretrained` and engines
+    W/model/     merged weights, written by `checkpoints.model_files`, loaded by `from_pretrained` and engines
     W/adapter/   adapter_config.json, adapter_model.safetensors: `PeftModel.from_pretrained(base, folder)`
 
-Invariant: a resumed run has the base of `policy.model_name` and the adapter of the checkpoint, bit for bit; a base
-other than the one that the checkpoint was trained on is refused.
+Invariant: a resumed run has the base of `policy.model_name` and the adapter of the checkpoint, bit for bit. An error is
+raised if the base is not the one that the adapter was trained on.
 """
 
 import json
@@ -106,7 +102,7 @@ class LoraLinear(nn.Module):
 
     @torch.no_grad()
     def merged_weight(self, device: torch.device) -> Tensor:
-        """Return `W + (alpha / dim) B A` as a new tensor on `device`, sharded like W (then in a collective call)."""
+        """Return `W + (alpha / dim) B A` as a new tensor on `device`. The call is collective if W is sharded."""
         a, b, weight = (t.detach().to(device) for t in (self.lora_A, self.lora_B, self.weight))
         if not isinstance(weight, DTensor):
             return torch.addmm(weight, b, a, alpha=self.scaling)
@@ -121,7 +117,7 @@ class LoraLinear(nn.Module):
 def apply_lora(hf: PreTrainedModel, config: LoraConfig, seed: int) -> list[str]:
     """Freeze the model and put adapters on its linear layers in place. Call this before sharding.
 
-    A is drawn from the run's seed and the layer's name, so all ranks and every start draw the same.
+    A is drawn from the run's seed and the layer's name, so that it is equal on all ranks and after a restart.
 
     Args:
         hf: the unsharded model.
@@ -131,7 +127,7 @@ def apply_lora(hf: PreTrainedModel, config: LoraConfig, seed: int) -> list[str]:
         Names of the adapted layers.
 
     Raises:
-        ConfigError: a pattern matches no linear layer, no layer is left, or an adapted layer shares its weight.
+        ConfigError: a pattern matches no linear layer, no layer is selected, or a selected layer shares its weight.
     """
     names = select_modules(_linear_names(hf), config, SECTION)
     _refuse_shared(hf, names)
@@ -155,15 +151,15 @@ def apply_lora(hf: PreTrainedModel, config: LoraConfig, seed: int) -> list[str]:
 
 
 def adapted_modules(hf: nn.Module) -> dict[str, LoraLinear]:
-    """Return the adapted layers by name, or none without LoRA."""
+    """Return the adapted layers by name. The dict is empty without LoRA."""
     return {name: module for name, module in hf.named_modules() if isinstance(module, LoraLinear)}
 
 
 def merged_by_name(hf: nn.Module, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Yield `checkpoint_io.weights_by_name` with each adapter merged into its layer's weight.
+    """Yield the weights of `model_files.weights_by_name`, with each adapter merged into its layer's weight.
 
-    Merged weights are computed one at a time, on `device`; all others are the model's own tensors. All
-    ranks must exhaust it together.
+    Merged weights are computed one at a time, on `device`; all other tensors are the model's own. All ranks must
+    exhaust the iterator together.
     """
     adapted = adapted_modules(hf)
     for name, tensor in weights_by_name(hf).items():
@@ -202,7 +198,7 @@ def check_adapters_moved(hf: nn.Module, device: torch.device) -> None:
 
 
 def _refuse_shared(hf: PreTrainedModel, names: Sequence[str]) -> None:
-    """Refuse adapters on a shared weight: it is exported as one value, but an adapter changes only one use of it."""
+    """Refuse adapters on a weight that layers share, because an adapter would change it in one of the layers only."""
     uses = Counter(id(parameter) for _, parameter in hf.named_parameters(remove_duplicate=False))
     shared = [name for name in names if uses[id(hf.get_parameter(f"{name}.weight"))] > 1]
     if shared:
@@ -213,9 +209,9 @@ def _refuse_shared(hf: PreTrainedModel, names: Sequence[str]) -> None:
 
 
 def _linear_names(hf: PreTrainedModel) -> list[str]:
-    """Return the names of plain linear layers that read text.
+    """Return the names of plain linear layers, except those of modules for images or sound.
 
-    The output head is left out, because it is applied in chunks as a bare weight.
+    The output head is left out too, because its weight is used in chunks and its forward is never called.
     """
     others = {id(module) for part in parts_without_text(hf) for module in part.modules()} | {
         id(hf.get_output_embeddings())
@@ -230,7 +226,7 @@ _MERGE_TOLERANCE = 1e-5
 def save_adapter(
     hf: PreTrainedModel, config: LoraConfig, base_name: str, weights_path: Path, keep: Keep = as_it_is
 ) -> Write:
-    """Prepare to write the adapter, with all ranks taking part and rank 0 writing.
+    """Prepare to write the adapter. All ranks take part, and rank 0 writes.
 
     Args:
         hf: the adapted model, sharded or not.
@@ -255,7 +251,7 @@ def load_adapter(hf: PreTrainedModel, weights_path: Path, device: torch.device) 
         device: device that computes merged weights, to compare them with the saved ones.
 
     Raises:
-        CheckpointError: there is no adapter, it has other layers or shapes, or it belongs to another base.
+        CheckpointError: there is no adapter, its layers or shapes differ, or it was trained on another base.
     """
     folder = weights_path / ADAPTER_FOLDER
     if not (folder / WEIGHTS_FILE).exists():
@@ -276,8 +272,8 @@ def attach_adapter(hf: PreTrainedModel, folder: Path) -> None:
         folder: folder with adapter_config.json and adapter_model.safetensors.
 
     Raises:
-        CheckpointError: the folder holds no adapter, one that `W + (alpha / r) B A` does not describe, or one for
-            other layers.
+        CheckpointError: the folder holds no adapter, the adapter is not `W + (alpha / r) B A`, or the base model lacks
+            its layers.
     """
     described = read_adapter_config(folder)
     tensors = TensorFiles([folder / WEIGHTS_FILE])

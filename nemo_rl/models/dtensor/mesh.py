@@ -1,7 +1,7 @@
 """Device meshes of one rank: the groups of ranks that shard a parameter or reduce a gradient together.
 
-They are made once from the `ParallelLayout`; `tensor_parallel`, `context_parallel`, `expert_parallel`, `pipeline` and
-`parallelize` each use one axis. Invariant: all meshes are views of one world, and axes of size 1 exist too, so that
+The meshes are made once from the `ParallelLayout`. `tensor_parallel`, `context_parallel`, `expert_parallel`, `pipeline`
+and `parallelize` use one axis each. Invariant: all meshes cover the same ranks, and axes of size 1 exist too, so that
 code needs no special case for them.
 """
 
@@ -17,15 +17,15 @@ from nemo_rl.distributed.ranks.process_group import device_mesh
 
 @dataclass(frozen=True)
 class Meshes:
-    """Views of the world, as the module docstring describes."""
+    """The meshes that this rank uses, one for each kind of parallelism."""
 
     layout: ParallelLayout
     """Sizes of the axes."""
     world: DeviceMesh
     """All ranks, with the axes of `parallel_layout.AXES`."""
     experts: DeviceMesh | None
-    """The same ranks as `(pp, dp_replicate, expert_shard, ep)`: `ep` ranks divide the experts of a layer,
-    `expert_shard` ranks shard the same experts; None without expert parallelism."""
+    """All ranks, with the axes `(pp, dp_replicate, expert_shard, ep)`: `ep` ranks divide the experts of a layer, and
+    `expert_shard` ranks shard the same experts. None without expert parallelism."""
 
     @classmethod
     def build(cls, layout: ParallelLayout, device_type: str) -> "Meshes":
@@ -39,9 +39,9 @@ class Meshes:
 
     @cached_property
     def fsdp(self) -> DeviceMesh:
-        """Ranks that shard a parameter and sum its gradient, with one copy of the model and different tokens.
+        """Ranks that shard a parameter and sum its gradient, including the context-parallel ranks.
 
-        One axis, or `(dp_replicate, ...)` with hybrid sharding. Context-parallel ranks are among them.
+        The mesh has one axis, or `(dp_replicate, ...)` with hybrid sharding.
         """
         divided = self.layout.cp > 1
         shard = self.world["dp_shard", "cp"]._flatten("dp_shard_cp") if divided else self.world["dp_shard"]
@@ -81,7 +81,7 @@ class Meshes:
 
     @property
     def tp_group(self) -> dist.ProcessGroup | None:
-        """Process group of `tp`, or None if it has one rank."""
+        """Process group of the mesh `tp`, or None if it has one rank."""
         return self.tp.get_group() if self.layout.tp > 1 else None
 
 

@@ -1,16 +1,15 @@
-"""Check a mesh before Ray starts, and predict the memory of each of its ranks.
+"""Check a mesh before Ray starts, and predict the memory of each of its ranks, without reading a weight.
 
-Nothing reads a weight. Invariant: all findings are reported together, and only settings that cannot work are findings.
+`check_mesh` finds settings that cannot work, and reports all of them together.
 
-Predict the memory of each rank: what it holds all the time, what each moment of a step adds, and the peak.
-
-`memory_trace` counts what the model holds on one rank; this module divides it by the axes of the mesh. A moment is a
-point of the step at which memory can be largest. Memory at a moment is summed by kind, so that the table shows which
+`DTensorRank` predicts the memory that a rank holds all the time, and the memory that each moment of a step adds. A
+moment is a point of the step at which memory can be largest. `memory_trace` counts the tensors of the whole model, and
+this module divides them by the axes of the mesh. The memory at a moment is summed by kind, so that a table shows which
 setting to change.
 
-Invariant: bytes are those that torch's allocator hands out on one rank, for the largest stage of a pipeline; memory of
-other libraries and fragmentation is not included. Source: Korthikanti et al. 2022 (arXiv:2205.05198) for the tensors
-that sequence parallelism divides.
+Invariant: the bytes are those that torch's allocator hands out on one rank, for the largest stage of a pipeline. Memory
+of other libraries and fragmentation are not included. Source for the tensors that sequence parallelism divides:
+Korthikanti et al. 2022 (arXiv:2205.05198).
 """
 
 from collections.abc import Callable, Iterator
@@ -36,7 +35,7 @@ from nemo_rl.models.training.mesh_rules import (
 from nemo_rl.utils.errors import ConfigError
 
 _TRAINED = ("policy", "value")
-"""Sections of models that learn, and so have an auxiliary loss of experts."""
+"""Sections of models that are trained, which can therefore have an auxiliary loss of experts."""
 
 type PlanFor = Callable[[PretrainedConfig], object]
 """Returns the tensor-parallel plan of a model; raises `ConfigError` if it has none."""
@@ -49,7 +48,7 @@ def check_mesh(
     section: str = "policy",
     plan_for: PlanFor | None = None,
 ) -> Findings:
-    """Find the reasons why a model cannot be trained, or run for inference, on a mesh.
+    """Yield the reasons why a model cannot be trained, or run for inference, on a mesh.
 
     Args:
         layout: axis sizes, from the section and the number of ranks.
@@ -75,9 +74,10 @@ def check_mesh(
 
 
 def needs_proof(layout: ParallelLayout, model: PretrainedConfig) -> bool:
-    """Return whether a mesh must be proven on a small model: a rank holds only a part of the model or of a row.
+    """Return whether a mesh must be tested on a small model before a run.
 
-    Also true if rotary frequencies may depend on the longest row of a batch.
+    This is so if a rank holds only a part of the model or of a row, or if rotary frequencies may depend on the longest
+    row of a batch.
     """
     divided = layout.num_ranks > layout.data_parallel_size or layout.ep > 1
     return divided or "dynamic" in str(getattr(model.get_text_config(), "rope_parameters", None))
@@ -131,7 +131,7 @@ def _check_pipeline(mesh: Mesh) -> Findings:
 _MOMENTS = {"adam": 2, "adamw": 2, "nadam": 2, "radam": 2, "adamax": 2, "adagrad": 1, "adadelta": 2, "lion": 1}
 _LAYERS_GATHERED = 3
 """Gathered parameters in memory at once, in units of one layer: the current layer, its flat copy, and the next layer.
-A pipeline stage instead gathers all of its layers once for all microbatches."""
+A pipeline stage gathers all of its layers instead, once for all microbatches."""
 
 
 class DTensorRank(RankMemory):
@@ -141,7 +141,7 @@ class DTensorRank(RankMemory):
 
     @property
     def _layers(self) -> range:
-        """Layers of the stage, one more in the first stages if the layers do not divide evenly."""
+        """Layers of this rank's stage. The first stages have one more layer if the layers do not divide evenly."""
         total, stages = len(self.trace.layers), self.layout.pp
         size, more = divmod(total, stages)
         first = self.stage * size + min(self.stage, more)
@@ -189,7 +189,7 @@ class DTensorRank(RankMemory):
 
     @property
     def _weight_size(self) -> int:
-        """Bytes per stored weight, in the compute precision for a frozen model on a GPU."""
+        """Bytes per stored weight: float32, or the compute precision for a frozen model on a GPU."""
         frozen = not self.work.trains and not self.work.keeps_reference and not self.work.on_cpu
         return self.itemsize if frozen else WIDE
 
@@ -202,7 +202,7 @@ class DTensorRank(RankMemory):
         return _MOMENTS.get(name, 2)
 
     def _host(self, stored: float) -> dict[str, float]:
-        """Return the bytes in host memory: the initial weights, and the space for the weights they are swapped with."""
+        """Return the bytes in host memory of the initial weights and of the weights that they replace when in use."""
         if not self.work.keeps_reference or self.policy.dtensor_cfg.lora_cfg.enabled:
             return {}
         return {"reference weights and their place": 2 * stored * WIDE}
@@ -232,7 +232,8 @@ class DTensorRank(RankMemory):
     def _gathered_at_once(self, root: float) -> float:
         """Return the bytes of weights that are gathered at the same time.
 
-        These are the `root` elements outside of the layers and a few layers, or all layers of the rank if they stay.
+        These are `root` elements outside of the layers, and those of a few layers, or of all layers if they stay
+        gathered.
         """
         if not self._uses_fsdp:
             return 0.0
@@ -262,9 +263,9 @@ class DTensorRank(RankMemory):
         layout = self.layout
         sharing = layout.tp if self.policy.dtensor_cfg.sequence_parallel else 1
         gathers = layout.cp > 1 and self.policy.dtensor_cfg.context_parallel_method == "all_gather"
-        # With all_gather: keys of whole rows; CPUs, which have no kernel for pieces, also copy the keys of each piece,
-        # about as many again. Otherwise: shared prompts, which context parallelism does not support, are repeated
-        # before each of their rows.
+        # With all_gather a rank holds the keys of whole rows. CPUs have no kernel for pieces of a row, so they copy the
+        # keys of each piece, about as many again. Without it, the keys of a shared prompt are repeated for each of its
+        # sequences; context parallelism does not support shared prompts.
         rows = layout.cp * (1 + self.work.on_cpu) if gathers else self.work.keys_per_token
         inside = (each.inside + each.keys_values * rows) / layout.tp
         return each.outside / sharing + each.into_blocks + inside

@@ -41,11 +41,11 @@ _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig, section: str = "policy") -> Optimizer:
     """Build the optimizer of a model's section, with one parameter group for each mesh that parameters are on.
 
-    All groups have the same settings; they are separate because implementations that compute many tensors in one call
-    (foreach, fused) accept tensors of one mesh only.
+    All groups have the same settings. Separate groups are needed because the foreach and fused implementations compute
+    many tensors in one call, and accept only tensors of one mesh in a call.
 
-    On GPUs the fused implementation is used if the class has one and the kwargs choose none: torch's default for
-    sharded parameters is foreach, which needs temporaries as large as the parameters.
+    On GPUs the fused implementation is used if the class has one and the kwargs choose none. The default of torch for
+    sharded parameters is foreach, which needs temporary memory as large as the parameters.
 
     Raises:
         ConfigError: the class cannot be imported or refuses its kwargs.
@@ -78,7 +78,7 @@ def build_scheduler(
 ) -> LRScheduler:
     """Build the learning-rate schedule of a model's section, which advances once per training step.
 
-    Null gives a constant rate. The schedules of a list run one after another, each up to its milestone.
+    None gives a constant rate. The schedules of a list run one after another, each up to its milestone.
 
     Raises:
         ConfigError: a class cannot be imported or refuses its kwargs, or milestones do not fit the schedules.
@@ -96,10 +96,10 @@ def build_scheduler(
 
 
 def check_optimizer(policy: PolicyConfig, section: str) -> None:
-    """Refuse an optimizer or a schedule that a rank would refuse: build both, and take a step with one parameter.
+    """Build optimizer and schedule and take a step with one parameter, to find errors before a rank does.
 
     Args:
-        policy: section of the model; without an optimizer there is nothing to check.
+        policy: section of the model; nothing is checked if it has no optimizer or is not trained.
         section: name of the section, for messages.
 
     Raises:
@@ -129,7 +129,7 @@ def _check_names(entry: OptimizerConfig | SchedulerConfig, key: str) -> None:
     cls = _named_class(entry, f"{key}.name")
     try:
         parameters = inspect.signature(cls).parameters
-    except (TypeError, ValueError):  # no class, or one of C
+    except (TypeError, ValueError):  # not a class, or a class written in C
         return
     names = [name for name, each in parameters.items() if each.kind not in _VARIABLE][1:]
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
@@ -145,7 +145,7 @@ def _check_names(entry: OptimizerConfig | SchedulerConfig, key: str) -> None:
 
 
 def _unlike(value: Any, default: Any) -> str:
-    """Return how an argument differs from the numbers of its default, or an empty text if it fits."""
+    """Return why an argument cannot be right, judged by the type of its default, or an empty text if it can."""
     if isinstance(value, float) and not math.isfinite(value):
         return "is not finite"
     if isinstance(default, int | float) and not isinstance(default, bool) and isinstance(value, str | list | dict):
@@ -190,8 +190,8 @@ def groups_now(optimizer: Optimizer, names: Sequence[Sequence[str]], saved: Mapp
 
     Args:
         optimizer: has one group for each mesh, all with the same settings.
-        names: parameter names of each of its groups.
-        saved: any group of the saved state; all have the same settings.
+        names: parameter names of each of the optimizer's groups.
+        saved: any group of the saved state, because all of its groups have the same settings.
     """
     return [
         {**saved, "params": list(own), **{name: group[name] for name in _IMPLEMENTATION if name in group}}
@@ -204,20 +204,21 @@ def hyperparameters_now(
 ) -> list[dict[str, Any]]:
     """Return the hyperparameters that each parameter group would have if the whole run had used these settings.
 
-    Advances a fresh schedule to the step of the saved one; a schedule depends only on the number of steps. Values in
-    the groups that are not arguments of the optimizer are not changed.
+    The function advances the new schedule to the step of the saved one, because a schedule depends only on the number
+    of steps.
 
     Args:
         optimizer: the optimizer built from the settings, before it loads a state.
-        scheduler: schedule of that optimizer.
-        saved: `scheduler` state and `settings` of the run to resume; each may be None.
+        scheduler: the schedule of this optimizer, before its first step.
+        settings: settings of this run.
+        saved: state of the `scheduler` and `settings` of the run to resume; each may be None.
 
     Returns:
         For each group, the arguments that have changed and the values that the schedule sets.
     """
     schedule, before = saved["scheduler"] or {}, saved.get("settings") or {"optimizer": {"kwargs": {}}}
     with warnings.catch_warnings():
-        # torch warns about steps without an update in between, and SequentialLR triggers a warning of its stages.
+        # torch warns about steps of a schedule without an update in between, and SequentialLR causes a warning itself.
         warnings.simplefilter("ignore")
         for _ in range(schedule.get("last_epoch", 0) - scheduler.last_epoch):
             scheduler.step()
@@ -244,8 +245,8 @@ def clip_gradients(
     Args:
         parameters: the model's parameters; parameters without a gradient are skipped.
         max_norm: largest norm; None or 0 only measures the norm.
-        copies: parameters that another pipeline stage also holds and counts.
-        sum_over_stages: sums over the pipeline stages, which hold the rest of the model; None without a pipeline.
+        copies: parameters that another pipeline stage also holds and includes in the norm, and this stage does not.
+        sum_over_stages: sums a number over the pipeline stages; None without a pipeline.
 
     Returns:
         The norm before clipping.
@@ -268,10 +269,10 @@ def clip_gradients(
 def total_norm(gradients: Sequence[Tensor], sum_over_stages: SumOverStages | None = None) -> Tensor:
     """Return the joint 2-norm of gradients on any mix of meshes, as a plain float32 scalar.
 
-    Each rank squares its own shards; the sums are reduced over the mesh axes that shard them. So
-    gradients may be plain tensors or DTensors, on any mesh, in host or device memory.
+    Each rank sums the squares of its own shards, and the sums are reduced over the mesh axes that shard them. Gradients
+    may be plain tensors or DTensors, on any mesh, in host or device memory.
     """
-    from torch.distributed.tensor import DTensor  # slow to import, and callers that check a class have no gradient
+    from torch.distributed.tensor import DTensor  # slow to import, and not needed by `check_optimizer`
 
     groups: dict[Any, list[Tensor]] = defaultdict(list)
     for gradient in gradients:
@@ -293,6 +294,6 @@ def _square_sum(group: list[Tensor]) -> Tensor:
     if isinstance(first, DTensor):
         total = total.to(first.device_mesh.device_type)
         for axis, placement in enumerate(first.placements):
-            if not placement.is_replicate():  # not is_shard(): shards of shards have another class
+            if not placement.is_replicate():  # is_shard() is False for a shard that another axis shards again
                 dist.all_reduce(total, group=first.device_mesh.get_group(axis))
     return total

@@ -1,24 +1,20 @@
 """Divide a model among the ranks: layers, FSDP2, precision, compilation, activation checkpointing, offload.
 
-Divide a model among the ranks: division of layers, FSDP2, precision, activation checkpointing, offload.
-
 Invariant: after backward each gradient is the SUM over ranks with different tokens, because losses are already divided
-by global token counts; and no parameter is renamed.
+by global token counts. No parameter is renamed.
 
-Compile the decoder layers of a model, so that chains of elementwise operations become one kernel. Each layer is
-compiled separately, before FSDP2 shards it, and its hooks (gathering of weights, activation checkpointing) stay outside
-of the compiled code. Attention is not compiled: it has kernels of its own. All layers of a kind share one compilation,
-and sizes of microbatches are symbols in it, so a model compiles a few times per run.
+Compilation (`compile_layers`) turns chains of elementwise operations into one kernel. Each decoder layer is compiled
+separately, before FSDP2 shards it, and its hooks (gathering of weights, activation checkpointing) stay outside of the
+compiled code. Attention is not compiled, because it has its own kernels. All layers of a kind share one compilation
+that accepts microbatches of any size, so a model compiles a few times per run. Invariant: scores and gradients equal
+those of uncompiled layers up to rounding. Compiled code in bfloat16 rounds less often, because the intermediate values
+of a chain stay in float32.
 
-Invariant: scores and gradients are those of uncompiled layers up to rounding. Compiled code in bfloat16 rounds less
-often, because a chain's intermediate values stay in float32.
-
-Compute with some parameters of a module in float32, while FSDP2 rounds the others. FSDP2 has one precision for the
-parameters that it gathers together, and such a parameter may belong to the same module as others (`A_log` and the
-projections of a mixer), or be read without a call of its module. So FSDP2 leaves them out of a module's first group,
-and they become a second one of the same module, which its hooks gather at the same time.
-
-Invariant: gradients of the second group are reduced in float32, over the same ranks.
+Some parameters of a model compute in float32, while FSDP2 rounds the others (`shard_in_float32`). FSDP2 has one
+precision for all parameters that it gathers together, and a float32 parameter may be in the same module as rounded
+ones (`A_log` and the projections of a mixer). So a module gets a second group of FSDP2 for its float32 parameters,
+which its hooks gather together with the first group. Invariant: gradients of the second group are reduced in float32,
+over the same ranks.
 """
 
 import logging
@@ -68,16 +64,16 @@ from nemo_rl.models.huggingface.load import float32_parameters, torch_dtype
 from nemo_rl.utils.errors import ConfigError
 
 COMPILES_ON_GPUS = False
-"""Whether GPUs compile the layers of a run that leaves the key at null; the only place that decides it.
+"""Whether layers are compiled on GPUs if the configuration's key is null.
 
-Set it to True when a GPU has passed the rows "compiled layers" (the numbers hold) and "compiled training step"
-(`times_as_fast` above 1 for short and long rows) of `tools/gpu_check.py`; no GPU has run them. The tests of this file
-show on CPUs that the numbers hold.
+Set this to True when a GPU has passed two checks of `tools/gpu_check.py`: "compiled layers" (equal results) and
+"compiled training step" (`times_as_fast` above 1 for short and long rows). No GPU has run these checks yet. Tests on
+CPUs show that the results are equal.
 """
 _KEY = "policy.dtensor_cfg.compile_layers"
 _MOST_VARIANTS = 32
-"""Compilations of one function before torch gives up and runs it uncompiled: with and without gradients, for frozen
-and trained inputs, and for padded rows, packed rows and rows that share tokens, for each kind of layer."""
+"""Number of compilations of one function after which torch runs it uncompiled. A layer is compiled with and without
+gradients, for frozen and trained inputs, and for padded rows, packed rows and rows that share tokens."""
 _CPU_COMPILERS = ("g++", "clang++")
 
 
@@ -85,9 +81,9 @@ def wants_compiled(asked: bool | None, hf: PreTrainedModel, device: torch.device
     """Return whether to compile the layers of a model.
 
     Args:
-        asked: the key; null leaves the choice to `COMPILES_ON_GPUS`, for models and settings with which it is possible.
-        device: device on which it computes.
-        fits: whether the other settings allow it, as far as the configuration does not refuse them already.
+        asked: value of the configuration's key; None takes `COMPILES_ON_GPUS` if model and settings allow compilation.
+        device: device on which the model computes.
+        fits: whether the other settings allow compilation.
     """
     if asked is not None:
         return asked
@@ -131,9 +127,9 @@ def shard_in_float32(module: nn.Module, parameters: Iterable[nn.Parameter], offl
     """Shard parameters that `fully_shard` was told to ignore, and compute with them in float32.
 
     Args:
-        module: has been given to `fully_shard`, with `ignored_params`, and manages further parameters.
-        parameters: of it or of its modules; on the meta device, or moved to the module's device here.
-        offload: as in `fully_shard`.
+        module: module on which `fully_shard` was called with `ignored_params`, and which has other parameters too.
+        parameters: the ignored parameters. Those that are not on the meta device are moved to the module's device.
+        offload: the `offload_policy` of `fully_shard`.
     """
     chosen = list(parameters)
     if not chosen:
@@ -159,12 +155,13 @@ KEPT_OPERATORS = frozenset(
         *("torch_attn::_varlen_attn", "flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward"),
     )
 )
-"""Operators whose outputs selective checkpointing keeps: every matrix product except those of eager attention, whose
-outputs grow with the square of the length, and every attention kernel that `dtensor.attention` may call."""
+"""Operators whose outputs selective checkpointing keeps: the matrix products and every attention kernel that
+`dtensor.attention` may call. Matrix products of eager attention are not kept, because their outputs grow with the
+square of the length."""
 
 
 class ShardableModel(nn.Module):
-    """Base class of the model wrappers in `heads`, as `shard` expects them."""
+    """Base class of the model wrappers in `heads`, with the attributes that `shard` needs."""
 
     hf: PreTrainedModel
     """The wrapped Hugging Face model."""
@@ -178,7 +175,7 @@ class ShardableModel(nn.Module):
 
         Args:
             hidden: the body's output.
-            partial_gradient: whether the code that uses the result gives each rank a part of the gradient; False: the
+            partial_gradient: whether the backward pass gives each rank a part of the result's gradient, and not the
                 whole gradient.
         """
         if not self.sequence_parallel:
@@ -195,8 +192,8 @@ class ShardingSpec:
     """Options of `shard`."""
 
     compute_dtype: torch.dtype
-    """Dtype of the forward and backward pass; master weights stay float32, and those of
-    `huggingface.load.stays_float32` also compute in it."""
+    """Dtype of the forward and backward pass; master weights stay float32, and the weights that
+    `huggingface.load.stays_float32` selects compute in float32 too."""
     cpu_offload: bool
     """Keep parameters, gradients and optimizer state in host memory."""
     device: torch.device
@@ -204,7 +201,7 @@ class ShardingSpec:
     sequence_parallel: bool = False
     """Divide norms and the residual stream along the sequence among tensor-parallel ranks."""
     custom_plan: str | None = None
-    """Dotted path of a tensor-parallel plan; None takes the model's own."""
+    """Dotted path of a tensor-parallel plan; None takes the plan of the model."""
     keep_experts: bool = False
     """Whether the experts of a layer stay gathered between forward and backward pass."""
     keep_gathered: bool = False
@@ -212,7 +209,7 @@ class ShardingSpec:
     recompute: bool | Literal["selective"] = False
     """Recompute activations in the backward pass: all of them, or those that are cheap to compute."""
     compiles: bool | None = None
-    """Compile the decoder layers; None: where `wants_compiled` chooses it."""
+    """Compile the decoder layers; None leaves the choice to `wants_compiled`."""
 
     @classmethod
     def of(cls, config: PolicyConfig, device: torch.device) -> "ShardingSpec":
@@ -235,11 +232,11 @@ def enable_activation_checkpointing(hf: PreTrainedModel, *, selective: bool = Fa
     """Recompute each decoder layer's activations in the backward pass (training mode only).
 
     Args:
-        selective: keep the outputs that are expensive to recompute, those of matrix products and attention. A layer
-            then keeps about as many bytes as its linear layers output, and its recomputation runs no matrix product.
+        selective: keep the outputs of matrix products and attention, which are expensive to recompute. A layer then
+            keeps about as many bytes as its linear layers output, and its recomputation runs no matrix product.
 
     Raises:
-        ConfigError: the architecture does not support it.
+        ConfigError: the architecture does not support activation checkpointing.
     """
     if not hf.supports_gradient_checkpointing:
         raise ConfigError(
@@ -261,7 +258,7 @@ def _keep_if_expensive(
 
 @torch.no_grad()
 def hold_in(model: ShardableModel, dtype: torch.dtype) -> None:
-    """Round parameters, but not buffers, once to the dtype to which FSDP2 would round them in every pass."""
+    """Round the parameters once to `dtype`, instead of rounding them in every pass with FSDP2. Buffers are kept."""
     kept = {id(parameter) for parameter in float32_parameters(model.hf, dtype).values()}
     for parameter in model.parameters():
         if id(parameter) not in kept:
@@ -273,9 +270,9 @@ def shard[ModelT: ShardableModel](model: ModelT, meshes: Meshes, spec: ShardingS
 
     `lazy_weights.materialize` later allocates the parameters that are on the meta device.
 
-    A model in float32 with one rank per stage is not changed: there is nothing to shard or to cast, and on one CPU
-    core FSDP2's hooks cost a step of a 2-million-parameter model 18 % at 512 tokens (2048 tokens: nothing; a
-    0.26-million-parameter model at 256 tokens: 54 %).
+    FSDP2 is not applied to a model in float32 with one rank per stage, which needs no shards and no casts. On one CPU
+    core the hooks of FSDP2 add 18 % to a step of a model with 2 million parameters at 512 tokens, and 54 % with 0.26
+    million parameters at 256 tokens; at 2048 tokens they add nothing.
 
     Args:
         model: the wrapped model, parameters in float32 on the CPU or the meta device.
@@ -316,7 +313,7 @@ def shard[ModelT: ShardableModel](model: ModelT, meshes: Meshes, spec: ShardingS
 
 
 def _divide_layers(model: ShardableModel, meshes: Meshes, spec: ShardingSpec) -> None:
-    """Apply tensor parallelism, dividing whole experts among the ranks unless expert parallelism divides them."""
+    """Apply tensor parallelism, and divide the experts of a layer among the ranks if expert parallelism does not."""
     experts = find_experts(model.hf)
     dispatched = meshes.layout.ep > 1
     if experts and not dispatched:
@@ -329,7 +326,7 @@ def _divide_layers(model: ShardableModel, meshes: Meshes, spec: ShardingSpec) ->
 
 
 def _share_experts(hf: PreTrainedModel, meshes: Meshes, spec: ShardingSpec) -> None:
-    """Apply expert parallelism, with the experts of a layer sharded separately from the rest of it."""
+    """Apply expert parallelism, and shard the experts of a layer separately from the rest of the layer."""
     for experts in require_experts(hf, meshes.layout.ep).values():
         dispatch_over_expert_ranks(experts, meshes.ep)
         shard_experts(
@@ -344,8 +341,8 @@ def _share_experts(hf: PreTrainedModel, meshes: Meshes, spec: ShardingSpec) -> N
 def reshard(model: nn.Module) -> None:
     """Free gathered parameters after a run of microbatches.
 
-    FSDP2 keeps the root gathered after a pass without backward, and all parameters with `keep_gathered`. After a change
-    of the shards (optimizer step, reference weights) the next forward would still use the old values.
+    FSDP2 keeps the root's parameters gathered after a pass without backward, and all parameters with `keep_gathered`.
+    If the shards then changed (optimizer step, reference weights), the next forward would still use the old values.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -353,7 +350,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def _precision(spec: ShardingSpec, *, root: bool) -> MixedPrecisionPolicy:
-    """Compute in bfloat16 or float16 and reduce gradients in float32, and cast only the root's outputs to float32."""
+    """Return a policy that reduces gradients in float32, and casts only the root's outputs to float32."""
     if spec.compute_dtype == torch.float32:
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(

@@ -1,32 +1,29 @@
 """Routers of mixtures of experts: their load, auxiliary loss and freezing, and the replay of recorded experts.
 
-Measure how evenly routers spread tokens over experts, compute the auxiliary loss, and freeze routers. Metrics and loss
-sum over all tokens of an optimizer update on all ranks before they take ratios. So they do not depend on how the rows
-are divided into microbatches or among ranks. Padding does not count. If several ranks see the same tokens (tensor
+`ExpertBalance` measures how evenly routers spread tokens over experts, and computes the auxiliary loss. Metrics and
+loss are ratios of sums over all tokens of an optimizer update on all ranks. So they do not depend on how the rows are
+divided into microbatches or among ranks. Padding does not count. If several ranks see the same tokens (tensor
 parallelism), all sums grow by the same factor and the ratios stay the same.
 
 The auxiliary loss is the one that transformers adds to the loss of a causal language model
-(`load_balancing_loss_func`):
+(`load_balancing_loss_func`), over the tokens of all layers together:
 
-    coefficient * E * sum_e f_e P_e    f_e: share of tokens that expert e is chosen by; P_e: its mean probability
+    coefficient * E * sum_e f_e P_e    f_e: share of tokens that choose expert e; P_e: mean probability of expert e
 
-over the tokens of all layers together. The f_e of the whole update must be known before the first backward pass, so an
-update begins with a *survey*: a forward pass of all its microbatches without gradients. Each microbatch then adds its
-own part of the P_e to the sum.
+The f_e of the whole update must be known before the first backward pass, so an update begins with a *survey*: a forward
+pass of all its microbatches without gradients. Each microbatch then adds its own part of the P_e to the sum. Source:
+Switch Transformers (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6).
 
-Source: Switch Transformers (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6).
+`ReplayedRouters` makes routers choose recorded experts. A router computes scores, chooses k of its E experts by a call
+of `torch.topk`, and computes the weights of these experts from their scores. The replay replaces the result of that
+call by the recorded experts and the router's own scores of these experts. So scores, renormalization, correction
+biases, scaling factors and all gradients are the model's own. `require_replayable` refuses models whose routers work in
+another way.
 
-Make the routers of transformers' models choose recorded experts. A router computes its scores, calls `torch.topk` for
-the last time to choose k of its E experts, and makes their weights from its own scores. Here the result of that call is
-replaced: the recorded experts, with the scores that the router itself gives them. So scores, renormalization,
-correction biases, scaling factors and all gradients are the model's own, for every architecture whose router works in
-this way; `require_replayable` tries the routers and refuses others.
-
-Invariant: a token without recorded experts gets bit for bit what the router would choose. The recorded experts of a
-microbatch hold until the next one, because layers may be computed again in the backward pass. A pipeline, in which
-passes of other microbatches come between, names the microbatch again before each backward pass.
-
-Source of the method: Rollout Routing Replay (Ma et al. 2025, arXiv:2510.11370).
+Invariant: for a token without recorded experts the router's own choice stays, bit for bit. The recorded experts of a
+microbatch are used until the next call of `use`, because layers may be computed again in the backward pass. A pipeline
+alternates between microbatches, so it calls `use` before each backward pass too. Source of the method: Rollout Routing
+Replay (Ma et al. 2025, arXiv:2510.11370).
 """
 
 import copy
@@ -74,10 +71,10 @@ def freeze_routers(hf: PreTrainedModel) -> None:
 
 
 def configured_coefficient(config: PretrainedConfig, asked: float | None) -> float:
-    """Return the factor of the auxiliary loss that a configuration asks for (see `auxiliary_coefficient`).
+    """Return the factor of the auxiliary loss that a configuration asks for.
 
     Args:
-        asked: `policy.dtensor_cfg.moe_aux_loss_coeff`.
+        asked: see `auxiliary_coefficient`.
     """
     if asked is not None:
         return float(asked)
@@ -89,11 +86,11 @@ def auxiliary_coefficient(hf: PreTrainedModel, asked: float | None) -> float:
     """Return the factor of the auxiliary loss, or 0 if there is no such loss.
 
     Args:
-        asked: `policy.dtensor_cfg.moe_aux_loss_coeff`; None takes the model's configuration as transformers does:
-            `router_aux_loss_coef` if `output_router_logits` is set.
+        asked: `policy.dtensor_cfg.moe_aux_loss_coeff`. None takes `router_aux_loss_coef` of the model's configuration
+            if its `output_router_logits` is set, and 0 otherwise, as in transformers.
 
     Raises:
-        ConfigError: the factor is above 0, but the architecture has no such loss.
+        ConfigError: the factor is not 0, but transformers has no auxiliary loss for the architecture.
     """
     config = hf.config.get_text_config()
     own, coefficient = getattr(config, "router_aux_loss_coef", None), configured_coefficient(config, asked)
@@ -107,7 +104,7 @@ def auxiliary_coefficient(hf: PreTrainedModel, asked: float | None) -> float:
 
 
 class ExpertBalance:
-    """Records the routing of one optimizer update, as the module docstring describes.
+    """Counts the tokens of each expert during an optimizer update, and computes the auxiliary loss.
 
     Args:
         hf: a model with experts, before they are divided among ranks.
@@ -140,7 +137,7 @@ class ExpertBalance:
         """Record the routers' decisions while the block runs a microbatch, but not in a later recomputation.
 
         Args:
-            real_tokens: `[b, T]` bool, True for tokens that are not padding; None: no token is padding.
+            real_tokens: `[b, T]` bool, True for tokens that are not padding; None if no token is padding.
         """
         self._watching, self._real, self._logits = True, real_tokens, []
         try:
@@ -149,7 +146,7 @@ class ExpertBalance:
             self._watching = False
 
     def end_survey(self) -> None:
-        """Compute the `f_e / tokens` of the update from the recorded microbatches, in a collective call."""
+        """Compute `f_e`, divided by the number of tokens, from the recorded microbatches, in a collective call."""
         counts = torch.stack(self._counts).sum(0)
         dist.all_reduce(counts)
         dist.all_reduce(self._rows)
@@ -157,7 +154,7 @@ class ExpertBalance:
         self.start_update()
 
     def loss(self) -> Tensor:
-        """Return the last recorded microbatch's part of the auxiliary loss, which sums the parts of all ranks."""
+        """Return this microbatch's part of the auxiliary loss, which is the sum of the parts on all ranks."""
         assert self._shares is not None, "the survey comes first"
         shares, logits, self._logits = self._shares, self._logits, []
         loss = sum((self._probabilities(layer) @ shares for layer in logits), torch.zeros((), device=self._device))
@@ -181,14 +178,14 @@ class ExpertBalance:
         return metrics
 
     def start_update(self) -> None:
-        """Forget what was recorded."""
+        """Discard the recorded counts and losses."""
         self._counts = [torch.zeros(size, dtype=torch.int64, device=self._device) for size in self._sizes]
         self._rows = torch.zeros((), dtype=torch.int64, device=self._device)
         self._loss = torch.zeros((), dtype=torch.float32, device=self._device)
 
     @torch.no_grad()
     def _count(self, layer: int, experts: nn.Module, args: tuple[Any, ...]) -> None:
-        """Count tokens before experts run, with hidden states, chosen experts `[N, k]` and their weights as `args`."""
+        """Count the tokens of each expert. `args` are hidden states, chosen experts `[N, k]` and their weights."""
         if not self._watching:
             return
         index = args[1]
@@ -201,12 +198,12 @@ class ExpertBalance:
             self._logits.append(output[0])
 
     def _probabilities(self, logits_NE: Tensor) -> Tensor:
-        """Sum the probabilities of the real tokens to `[E]`."""
+        """Return the sum `[E]` of the experts' probabilities over the real tokens."""
         real_N = self._real_of(len(logits_NE))
         return (logits_NE.softmax(-1).float() * real_N[:, None]).sum(0)
 
     def _real_of(self, rows: int) -> Tensor:
-        """Return `[N]` int64, 1 for each router row that is a real token."""
+        """Return `[N]` int64: 1 for each row of a router's input that is a real token, 0 for padding."""
         if self._real is None:
             return torch.ones(rows, dtype=torch.int64, device=self._device)
         real = self._real
@@ -221,11 +218,10 @@ def watch_experts(
     """Attach an `ExpertBalance` to a model in training, before experts are divided, and freeze routers if configured.
 
     Returns:
-        None for a model without experts, and in a pipeline, whose stages have different layers.
+        The balance, or None for a model without experts and in a pipeline, whose stages have different layers.
 
     Raises:
-        ConfigError: an auxiliary loss is configured in a pipeline; `mesh_check` refuses it before, where a
-            configuration says so.
+        ConfigError: an auxiliary loss is configured in a pipeline. `mesh_check` finds this before a run.
     """
     if config.dtensor_cfg.freeze_moe_router:
         freeze_routers(hf)
@@ -237,7 +233,7 @@ def watch_experts(
 
 
 def in_a_pipeline(coefficient: float, stages: int, section: str) -> str:
-    """Return why a pipeline has no auxiliary loss, and what to set."""
+    """Return the error message for an auxiliary loss in a pipeline."""
     return (
         f"the auxiliary loss of experts (coefficient {coefficient:g}) is over the layers of all stages together, "
         f"which {section}.dtensor_cfg.pipeline_parallel_size={stages} takes apart. Set "
@@ -249,10 +245,10 @@ _TOPK = (torch.topk, Tensor.topk)
 
 
 def check_configuration(config: PretrainedConfig) -> None:
-    """Call `require_replayable` for a model that is made on the meta device (seconds for the largest ones).
+    """Call `require_replayable` for a model that is made on the meta device, which takes seconds for large models.
 
     Raises:
-        ConfigError: as `require_replayable`.
+        ConfigError: the experts of the model cannot be replayed.
     """
     with torch.device("meta"), no_init_weights():
         hf: PreTrainedModel = AutoModelForCausalLM.from_config(config)
@@ -260,10 +256,10 @@ def check_configuration(config: PretrainedConfig) -> None:
 
 
 def require_replayable(hf: PreTrainedModel) -> None:
-    """Try the first router of each class with random weights, tokens and experts, so that the model needs no weights.
+    """Test the replay on a copy of the first router of each class, with random weights, so the model needs no weights.
 
     Raises:
-        ConfigError: the model has no experts, or a router does not choose them in a way that can be replayed.
+        ConfigError: the model has no experts, or its routers choose them in a way that cannot be replayed.
     """
     experts, routers = list(find_experts(hf).values()), find_routers(hf)
     if not experts or len(experts) != len(routers):
@@ -282,14 +278,14 @@ class ReplayedRouters:
         tensor: mesh of the tensor-parallel ranks, which may divide the tokens of a block.
 
     Raises:
-        ConfigError: the model has no experts, or a router does not choose them in a way that can be replayed.
+        ConfigError: the model has no experts, or its routers choose them in a way that cannot be replayed.
     """
 
     def __init__(self, hf: PreTrainedModel, device: torch.device, tensor: DeviceMesh | None = None) -> None:
         require_replayable(hf)
         experts, routers = list(find_experts(hf).values()), find_routers(hf)
         self.counts = ReplayCounts(device)
-        """Counts the tokens of an update."""
+        """Counts the tokens of an update, with and without recorded experts."""
         self._parts, self._part = (1, 0) if tensor is None else (tensor.size(), tensor.get_local_rank())
         self._experts: Tensor | None = None
         self._of_token = _experts_of_a_token(hf)
@@ -302,7 +298,7 @@ class ReplayedRouters:
         """Replay the experts of a microbatch from now on, until the next call.
 
         Raises:
-            ConfigError: they are those of another model.
+            ConfigError: the recorded experts are those of another model.
         """
         self._experts = inputs.routed_experts
         if self._experts is not None:
@@ -317,7 +313,7 @@ class ReplayedRouters:
             self.counts.add(inputs.routed_experts, real)
 
     def stop(self) -> None:
-        """Let the routers choose again."""
+        """Let the routers choose the experts themselves again."""
         self._experts = None
 
     def _route(self, forward: Any, layer: int, number: int, *args: Any, **kwargs: Any) -> Any:
@@ -327,8 +323,8 @@ class ReplayedRouters:
             return forward(*args, **kwargs)
 
     def _of_rows(self, experts_btk: Tensor, rows: int) -> Tensor:
-        """Return the experts `[N, k]` int64 of the rows of a router, which may be a part of the tokens."""
-        if experts_btk.shape[:2].numel() != rows:  # as `ExpertBalance` divides them
+        """Return the recorded experts `[N, k]` int64 of a router's tokens, which may be a part of the microbatch."""
+        if experts_btk.shape[:2].numel() != rows:  # the tokens were divided by `expert_parallel.divide_tokens`
             missing = -experts_btk.shape[1] % self._parts
             padded = nn.functional.pad(experts_btk, (0, 0, 0, missing), value=-1)
             experts_btk = padded.chunk(self._parts, 1)[self._part]
@@ -336,7 +332,7 @@ class ReplayedRouters:
 
 
 class _Chosen(TorchFunctionMode):
-    """Replaces the choice of k among E experts while a router runs."""
+    """Replaces a router's choice of k among E experts while the router runs."""
 
     def __init__(self, recorded: Any, number: int) -> None:
         super().__init__()
@@ -345,7 +341,7 @@ class _Chosen(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         scores = args[0] if func in _TOPK and args else None
-        # Groups of experts are chosen before, from scores of another shape.
+        # Some routers first choose groups of experts, also by topk, from scores of another shape.
         if scores is None or scores.dim() != 2 or scores.shape[1] != self._number:
             return result
         own = result.indices
@@ -367,7 +363,10 @@ def _experts_of_a_token(hf: PreTrainedModel) -> int:
 
 @torch.no_grad()
 def _can_replay(router: nn.Module, number: int, of_token: int) -> bool:
-    """Return whether a copy of a router with random weights chooses given experts, with weights that are not 0."""
+    """Return whether a router can be made to choose given experts and gives them weights other than 0.
+
+    The test uses a copy of the router with random weights.
+    """
     tried = copy.deepcopy(router).to_empty(device="cpu").float().eval()
     generator = torch.Generator().manual_seed(0)
     for tensor in [*tried.parameters(), *tried.buffers()]:

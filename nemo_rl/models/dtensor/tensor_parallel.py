@@ -1,7 +1,7 @@
 """Divide a Hugging Face model over tensor-parallel ranks, in place.
 
-Activations are plain tensors, parameters become DTensors; while a module runs, its parameters are replaced by this
-rank's parts. A decoder layer consists of *blocks* (attention, MLP) between residual additions:
+Activations are plain tensors, and parameters become DTensors. While a module runs, its parameters are replaced by this
+rank's local parts. A decoder layer consists of *blocks* (attention, MLP) between residual additions:
 
     residual stream ──enter──► block: every rank computes one term of the block's output ──leave──► residual stream
 
@@ -11,10 +11,11 @@ parallelism the residual stream is divided along the sequence: `enter` gathers i
 Modules that no plan names (linear attention, convolutions) stay whole on every rank, outside of blocks. With sequence
 parallelism such a module gets all tokens, because it may mix them, and each rank keeps the outputs of its own tokens.
 
-Invariant: between `enter` and `leave` the gradients of undivided parameters are partial: per-head norms, MLA's
-down-projections, routers, A of an adapter on a column layer. So no architecture needs special styles. Outside of
-blocks every rank computes the same and gradients are whole; with sequence parallelism ranks compute different tokens of
-the body, and gradients are partial there as well. A scoring head gets whole rows on every rank.
+Invariant: the gradients of undivided parameters inside a block are partial, which means that they are summed over the
+ranks. Such parameters are per-head norms, MLA's down-projections, routers, and A of an adapter on a column layer. So no
+architecture needs special styles. Outside of blocks every rank computes the same, and gradients are whole. With
+sequence parallelism ranks compute different tokens, and gradients in the body are partial outside of blocks as well.
+A scoring head gets whole rows on every rank.
 
 Source: Megatron-LM (arXiv:1909.08053), sequence parallelism (arXiv:2205.05198).
 """
@@ -46,7 +47,7 @@ class TensorParallel:
     """The tensor-parallel ranks, and the operations between blocks and the residual stream."""
 
     mesh: DeviceMesh
-    """Mesh with one axis, this rank's group."""
+    """Mesh with one axis: the tensor-parallel ranks of this rank's group."""
     sequence_parallel: bool
     """Whether the residual stream is divided along the sequence."""
 
@@ -56,13 +57,13 @@ class TensorParallel:
         return self.mesh.get_group()
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """Return `[b, T, D]`, whose gradient is partial, from the residual stream `[b, T, D]` or `[b, T / tp, D]`."""
+        """Return a block's input `[b, T, D]` from the residual stream `[b, T, D]` or `[b, T / tp, D]`."""
         if self.sequence_parallel:
             return collectives.all_gather(hidden, 1, self.group, partial_gradient=True)
         return collectives.reduce_gradient(hidden, self.group)
 
     def own_tokens(self, hidden: Tensor) -> Tensor:
-        """Select this rank's `[b, T / tp, D]` of `[b, T, D]`, which all ranks have computed, with its gradient."""
+        """Return this rank's tokens `[b, T / tp, D]` of a tensor `[b, T, D]` that all ranks have computed."""
         return collectives.part_of(hidden, 1, self.group)
 
     def leave(self, hidden: Tensor) -> Tensor:
@@ -81,12 +82,12 @@ class _Local:
     zero: bool = False
     """Use zeros on this rank, because another rank adds the whole parameter."""
     rows: Tensor | None = None
-    """`[R]` rows of a fused layer that this rank uses; the parameter is gathered first. None: the local part."""
+    """`[R]` rows of a fused layer that this rank uses, after the parameter is gathered; None uses the local part."""
     dim: int = 0
     """Dimension along which the parameter is divided."""
 
     def of(self, parameter: Tensor) -> Tensor:
-        """Return the tensor to compute with."""
+        """Return the local tensor with which the module computes."""
         if not isinstance(parameter, DTensor):
             return parameter
         local = parameter.to_local(grad_placements=[self.gradient])
@@ -105,13 +106,13 @@ def divide_layers(
     experts: Collection[str] = (),
     dispatched: bool = False,
 ) -> None:
-    """Divide a model by its plan, also with parameters on the meta device.
+    """Divide a model by its plan. Its parameters may be on the meta device.
 
     Args:
         hf: the model, unsharded except for its experts.
         experts: names of the modules of experts, which this function does not divide.
-        dispatched: whether experts get tokens from other ranks; then the ranks divide the tokens of their block, and
-            the other modules in it stay whole.
+        dispatched: whether experts get tokens from other ranks. If so, the ranks divide the tokens of a block with
+            experts, and the other modules of the block stay whole.
 
     Raises:
         ConfigError: a size is not a multiple of the number of ranks, or a divided module is in no block.
@@ -127,7 +128,7 @@ def divide_layers(
     for name, module in hf.named_modules():
         if _within(name, experts):
             continue
-        # With sequence parallelism, modules outside of blocks see parts of rows, except for the head.
+        # With sequence parallelism all modules of the body outside of blocks see parts of rows; the head does not.
         of_part = _within(name, [*blocks, *token_blocks]) or (tensor.sequence_parallel and _within(name, [body_name]))
         _divide_module(name, module, styles, tensor, divided, partial_gradient=of_part)
     for name in blocks:
@@ -147,7 +148,7 @@ def divide_layers(
 
 
 class _Divided:
-    """Parameters that are divided already, where one with several names (tied weights) is divided once."""
+    """Divides parameters, and divides a parameter that has several names (tied weights) only once."""
 
     def __init__(self, hf: nn.Module) -> None:
         uses = Counter(id(parameter) for _, parameter in hf.named_parameters(remove_duplicate=False))
@@ -159,7 +160,7 @@ class _Divided:
         if id(parameter) in self._made:
             return self._made[id(parameter)][1]
         made = as_sharded(parameter, placement, mesh)
-        if id(parameter) in self._tied:  # kept alive, so that no other parameter gets its id
+        if id(parameter) in self._tied:  # the whole parameter is kept too, so that no other object gets its id
             self._made[id(parameter)] = (parameter, made)
         return made
 
@@ -179,9 +180,10 @@ def _run_between(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run a forward between two functions of the hidden states.
+    """Run a forward with `enter` applied to its input hidden states, and `leave` to its output hidden states.
 
-    Hidden states are the first argument or a keyword argument, and the output or the first item of the output.
+    The input is the first argument or the keyword argument `hidden_states`. The output is the returned value or its
+    first item.
     """
     if args:
         args = (enter(args[0]), *args[1:])
@@ -222,7 +224,7 @@ def _within(name: str, owners: Iterable[str]) -> bool:
 
 
 def _count_own_heads(block: Any, ranks: int) -> None:
-    """Set the numbers of heads in a block to this rank's, because it splits the output of a fused layer by them."""
+    """Set a block's numbers of heads to those of this rank, because the block splits a fused layer's output by them."""
     block.config = copy(block.config)
     for owner in (block, block.config):
         for field in ("num_attention_heads", "num_heads", "num_key_value_heads"):
@@ -231,7 +233,7 @@ def _count_own_heads(block: Any, ranks: int) -> None:
 
 
 def _planned(hf: PreTrainedModel, plan: Plan) -> dict[str, Style]:
-    """Return the modules and parameters that a plan divides, with their styles."""
+    """Return the names of the modules and parameters that a plan divides, with their styles."""
     names = [*(name for name, _ in hf.named_modules()), *(name for name, _ in hf.named_parameters())]
     return {name: style for name in names if (style := style_of(name, plan)) is not None}
 
@@ -254,7 +256,7 @@ def _divide_module(
     *,
     partial_gradient: bool,
 ) -> None:
-    """Make DTensors of a module's own parameters, and make the module compute with the local parts."""
+    """Replace a module's own parameters by DTensors, and make the module compute with their local parts."""
     views: dict[str, _Local] = {}
     style = styles.get(name)
     for parameter_name, parameter in list(module.named_parameters(recurse=False)):
@@ -268,7 +270,7 @@ def _divide_module(
 
 
 def _placement(style: Style | None, parameter_name: str) -> Placement:
-    """Return how a parameter is divided, where an adapter's B follows the weight's rows and A its columns."""
+    """Return how a parameter is divided. An adapter's B is divided like the weight's rows, and A like its columns."""
     if style is None:
         return Replicate()
     if style.dim is not None:
@@ -290,9 +292,9 @@ def _view(
 
 
 def _own_rows(parts: tuple[int, ...], mesh: DeviceMesh) -> Tensor:
-    """Return the rows of a fused layer that belong to this rank's heads or features, part by part.
+    """Return the indices of a fused layer's rows that belong to this rank's heads or features, part by part.
 
-    They are on the mesh's device, so that no forward pass has to send them there.
+    The indices are on the mesh's device, so that a forward pass does not have to copy them.
     """
     starts = torch.tensor([0, *parts[:-1]]).cumsum(0).tolist()
     size, rank = mesh.size(), mesh.get_local_rank()
@@ -313,7 +315,7 @@ def _require_divisible(name: str, parameter: Tensor, placement: Placement, style
 
 
 def _divide_lookup(embedding: nn.Embedding, tensor: TensorParallel) -> None:
-    """Make each rank look up the tokens in its rows, and sum over the ranks into the residual stream."""
+    """Make each rank look up tokens in its own rows of the embedding, and sum the results over the ranks."""
     rows = embedding.weight.shape[0] // tensor.mesh.size()
     first = rows * tensor.mesh.get_local_rank()
     padding = embedding.padding_idx

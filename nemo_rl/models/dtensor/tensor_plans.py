@@ -1,10 +1,10 @@
 """Plans of how tensor-parallel ranks divide the parameters of an architecture.
 
 A plan maps names of modules or parameters, with `*` for layer numbers, to a `Style`. It comes from the user
-(`policy.dtensor_cfg.custom_parallel_plan`), from the table in this module, or from the model's own `tp_plan`. Of the
-styles in `tp_plan` only the divided dimension is used; the rest follows from the rule for blocks in `tensor_parallel`.
-Experts are not in a plan; `expert_parallel` finds them. Shared experts, which most plans of transformers leave out,
-are found by their shape: `shared_experts`.
+(`policy.dtensor_cfg.custom_parallel_plan`), or from the model's own `tp_plan` and the additions in `OWN`. A style in
+`tp_plan` only says which dimension to divide; `tensor_parallel` knows where to communicate. Experts are not in a plan,
+because `expert_parallel` finds them. Most plans of transformers leave out shared experts, which `shared_experts` finds
+by their shape.
 """
 
 import re
@@ -49,7 +49,7 @@ _FROM_TRANSFORMERS: Mapping[str, Style] = {
     "rowwise_split_input": ROW,
     "embedding_rowwise": VOCABULARY,
 }
-"""Styles of transformers that divide a parameter, without the styles of experts and of undivided modules."""
+"""Styles of transformers that divide a parameter, except those for experts."""
 _KNOWN_WHOLE = (
     "replicated_with_grad_allreduce",
     "mla_kv_a_proj",
@@ -89,7 +89,7 @@ def _phi3(config: Any) -> dict[str, Style]:
 
 
 def _llama4(config: Any) -> dict[str, Style]:
-    """Divide each expert like a feed-forward layer, with every token for all experts in parameters `[E, in, out]`."""
+    """Divide each expert like a feed-forward layer. The parameters of all experts are fused as `[E, in, out]`."""
     experts, width = "layers.*.feed_forward.experts", config.intermediate_size
     return {
         f"{experts}.gate_up_proj": Style("column", (width, width), dim=2),
@@ -103,7 +103,7 @@ OWN: Mapping[str, Callable[[Any], dict[str, Style]]] = {
     "llama4_text": _llama4,
     "phi3": _phi3,
 }
-"""Additions to the model's own plan, by `model_type`; names are those of the decoder body."""
+"""Functions by `model_type` that return additions to the model's own plan; names are relative to the decoder body."""
 
 
 def plan_for(hf: PreTrainedModel, custom: str | None = None) -> dict[str, Style]:
@@ -112,10 +112,10 @@ def plan_for(hf: PreTrainedModel, custom: str | None = None) -> dict[str, Style]
     Args:
         hf: the model; only its class and configuration are read.
         custom: dotted path of a plan of the layers, or of a function that takes the model's configuration and returns
-            one. Its values are `Style`s or the names that transformers uses ("colwise", "rowwise").
+            a plan. The values of the plan are `Style`s or names of transformers ("colwise", "rowwise").
 
     Raises:
-        ConfigError: there is no plan, or it has an unknown style.
+        ConfigError: there is no plan, or the plan has an unknown style.
     """
     if custom is not None:
         given = import_dotted(
@@ -140,14 +140,14 @@ def plan_for(hf: PreTrainedModel, custom: str | None = None) -> dict[str, Style]
 
 
 def plan_for_configuration(config: PretrainedConfig, custom: str | None = None, *, scores: bool = False) -> Plan:
-    """Return `plan_for` without weights: the model is made on the meta device (one second for 70B parameters).
+    """Return the plan of a model that is made on the meta device (one second for 70B parameters).
 
     Args:
-        custom: as in `plan_for`.
+        custom: see `plan_for`.
         scores: whether the model has a scalar head.
 
     Raises:
-        ConfigError: there is no plan, or transformers cannot make such a model.
+        ConfigError: there is no plan, or transformers cannot make a model from the configuration.
     """
     kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     try:
@@ -160,15 +160,15 @@ def plan_for_configuration(config: PretrainedConfig, custom: str | None = None, 
 
 
 def shared_experts(hf: PreTrainedModel, blocks: Iterable[str], planned: Collection[str]) -> dict[str, Style]:
-    """Return styles for feed-forward layers of blocks that no plan names: the shared experts of mixtures.
+    """Return styles for the shared experts in blocks, which are feed-forward layers that the plan does not name.
 
     Ranks sum the outputs of a block, so every term of that sum must be divided. A feed-forward layer is recognized by
-    its two or more linear layers: one maps from an inner width to the model's width, and the others map to the inner
-    width, or to twice the inner width if they are fused.
+    its two or more linear layers: one maps from an inner width to the hidden size, and the others map from the hidden
+    size to the inner width, or to twice the inner width if they are fused.
 
     Args:
         blocks: names of the modules whose outputs ranks sum.
-        planned: names of modules and parameters in them that are divided already, or are experts.
+        planned: names of modules and parameters that the plan divides or that are experts.
     """
     found: dict[str, Style] = {}
     for block in blocks:
@@ -181,11 +181,11 @@ def shared_experts(hf: PreTrainedModel, blocks: Iterable[str], planned: Collecti
 
 
 def _feed_forward(hf: PreTrainedModel, module: nn.Module) -> dict[str, Style]:
-    """Return the styles of the linear layers of a module, or none if it is not a feed-forward layer."""
+    """Return the styles of a module's linear layers by name. The dict is empty if it is no feed-forward layer."""
     width = getattr(hf.config.get_text_config(), "hidden_size", None)
     linear = {name: child for name, child in module.named_children() if hasattr(child, "out_features")}
     down = [name for name, child in linear.items() if child.out_features == width]
-    if len(down) > 1:  # the inner width equals the model's
+    if len(down) > 1:  # the inner width equals the hidden size
         down = [name for name in down if name in _DOWN]
     if len(linear) < 2 or len(down) != 1:
         return {}
@@ -206,7 +206,7 @@ def style_of(name: str, plan: Plan) -> Style | None:
 
 
 def _read(plan: Mapping[str, Any], owner: str) -> dict[str, Style]:
-    """Convert styles of transformers, without heads and embeddings, which `_vocabulary` divides."""
+    """Convert a plan with names of transformers' styles, without output heads, which `_vocabulary` divides."""
     read = {}
     for name, style in plan.items():
         known = style if isinstance(style, Style) else _FROM_TRANSFORMERS.get(style)
@@ -222,7 +222,7 @@ def _read(plan: Mapping[str, Any], owner: str) -> dict[str, Style]:
 
 
 def _vocabulary(hf: PreTrainedModel) -> dict[str, Style]:
-    """Return styles for the input embedding and the output head, if it is one of a vocabulary and not of scores."""
+    """Return styles for the input embedding and the output head, if the head is one of a vocabulary."""
     names = {id(module): name for name, module in hf.named_modules()}
     ends = (hf.get_input_embeddings(), hf.get_output_embeddings())
     return {names[id(module)]: VOCABULARY for module in ends if module is not None and id(module) in names}

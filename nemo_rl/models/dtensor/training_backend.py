@@ -1,8 +1,8 @@
 """The PyTorch-native backend for runs and tools: checks of a configuration, and checkpoints without loading a model.
 
-Checkpoints already hold safetensors under Hugging Face names (`checkpoints.model_files`), so an export copies them
-(`huggingface.folders`), adds the tokenizer and optionally changes the dtype. Works for any head. See `adapter_export`
-for adapters without merged weights.
+Checkpoints already hold safetensors under Hugging Face names (`checkpoints.model_files`). An export copies these files
+(`huggingface.folders`), adds the tokenizer and optionally changes the dtype. It works for models with any head.
+`checkpoints.lora_export` exports adapters that have no merged weights.
 """
 
 from functools import partial
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # see `models.training.backends`
 
 
 class DTensorTraining(FolderBackend):
-    """FSDP2 over a Hugging Face model, whose `model/` in the weights folder loads with `from_pretrained`."""
+    """FSDP2 over a Hugging Face model. `from_pretrained` can load the folder `model/` of a checkpoint's weights."""
 
     section = "dtensor_cfg"
     tensor_folder, tensor_files = MODEL_FOLDER, TENSOR_FILES
@@ -63,7 +63,7 @@ class DTensorTraining(FolderBackend):
             check_configuration(model)
 
     def accepted_rows(self, policy: PolicyConfig) -> AcceptedRows:
-        """See `TrainingBackend.accepted_rows`: all rows, unless stages or ranks divide what belongs to a row."""
+        """See `TrainingBackend.accepted_rows`. Pipeline and context parallelism accept plain token ids only."""
         section = policy.training_backend or policy.dtensor_cfg
         sizes = {"pipeline": section.pipeline_parallel_size, "context": section.context_parallel_size}
         divided = [f"{name}_parallel_size={size}" for name, size in sizes.items() if size > 1]
@@ -77,7 +77,10 @@ class DTensorTraining(FolderBackend):
         return DTensorRank
 
     def checkpoint_bytes(self, policy: PolicyConfig, checkpointing: CheckpointingConfig) -> int | None:
-        """Return a lower bound: float32 weights (twice while parts are joined), Adam's moments, consolidated model."""
+        """Return a lower bound of the bytes that a checkpoint needs while it is written, or None if it is not known.
+
+        It counts float32 weights, twice while their parts are joined, Adam's moments and the consolidated model.
+        """
         parameters = count_parameters(policy.model_name)
         if parameters is None:
             return None

@@ -1,8 +1,9 @@
 """Convert weights between the names and shapes of a model and of checkpoints on the Hugging Face hub.
 
-transformers renames and fuses some weights as it loads them (the experts of a mixture become one tensor) and undoes
-that in `save_pretrained`. Checkpoints and engines need the original names and shapes too, but one group of tensors at
-a time, which `save_pretrained` cannot do. The rules are those of transformers (`transformers.conversion_mapping`).
+transformers renames and fuses some weights when it loads them (the experts of a mixture become one tensor), and
+restores the original names and shapes in `save_pretrained`. Checkpoints and engines of this library need the original
+names and shapes too, but for one group of tensors at a time, which `save_pretrained` cannot do. The rules are those of
+transformers (`transformers.conversion_mapping`).
 
 Invariant: `in_memory` undoes `in_checkpoint` bit for bit; names and shapes are those that `save_pretrained` writes.
 """
@@ -33,23 +34,24 @@ from nemo_rl.distributed.ranks.tensor_block import TensorBlock, whole_block
 
 @dataclass(frozen=True)
 class Result:
-    """A tensor of a checkpoint that is a block of a weight of the model, perhaps with dimensions in another order."""
+    """A tensor of a checkpoint that is a block of a model's weight, possibly with its dimensions in another order."""
 
     shape: tuple[int, ...]
     """Shape in the checkpoint."""
     block: TensorBlock
     """Place of the block in the weight."""
     dims: tuple[int | None, ...]
-    """For each dimension of the result, that of the weight; None: a dimension of size 1."""
+    """For each dimension of the result, the corresponding dimension of the weight, or None if its size is 1."""
 
     def of(self, place: TensorBlock, values: Tensor) -> tuple[TensorBlock, Tensor] | None:
-        """Return the place in the result, and the values, of what a block of the weight holds of it.
+        """Return the part of this result that a block of the weight contains.
 
         Args:
             place: place of the block in the weight.
+            values: values of the block.
 
         Returns:
-            None if the block holds nothing of the result; the values are a view.
+            Place of the part in the result, and its values as a view; None if the block contains nothing of the result.
         """
         common = place.common(self.block)
         if not common.numel:
@@ -67,14 +69,14 @@ class TensorGroup:
     """Tensors that are converted together."""
 
     target: str
-    """Name of the result; of the first result if there are several."""
+    """Name of the result, or of the first result if there are several."""
     sources: dict[str, str]
-    """`{name: pattern of the converter that it matches}`, in the order that the converter requires."""
+    """For each tensor by name, the pattern of the converter that it matches, in the order that the converter needs."""
     converter: WeightConverter | None
-    """None if the single tensor only gets another name, or keeps its name."""
+    """Converter of transformers; None for a single tensor that is only renamed, or keeps its name."""
 
     def convert(self, hf: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Convert the tensors of all sources to named results."""
+        """Convert the tensors of all sources, and return the results by name."""
         if self.converter is None:
             (tensor,) = tensors.values()
             return {self.target: tensor}
@@ -85,13 +87,13 @@ class TensorGroup:
         return {name: value[0] if isinstance(value, list) else value for name, value in results.items()}
 
     def results(self, hf: PreTrainedModel, shapes: Mapping[str, torch.Size]) -> dict[str, Result] | None:
-        """Return which blocks of the weight the results are, by name.
+        """Return, for each result by name, the block of the weight that it is.
 
         Args:
             shapes: shapes of the sources.
 
         Returns:
-            None if there are several sources, or a result is no block of its source.
+            The results, or None if there are several sources or a result is no block of its source.
         """
         if len(self.sources) > 1:
             return None
@@ -102,17 +104,17 @@ class TensorGroup:
         try:
             with _OnlyViews():
                 converted = self.convert(hf, {name: source})
-        except RuntimeError:  # it needs a copy
+        except RuntimeError:  # the conversion needs a copy
             return None
         results = {result: _block(source, tensor) for result, tensor in converted.items()}
         return None if None in results.values() else {name: found for name, found in results.items() if found}
 
 
 class _OnlyViews(TorchDispatchMode):
-    """Makes copies views, so that the strides of a result show where its elements come from."""
+    """Replaces copies by views, so that the strides of a result show where its elements come from."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return an alias instead of a copy, and do other operations."""
+        """Return an alias for `clone`, and run all other operations unchanged."""
         if func is torch.ops.aten.clone.default:
             return torch.ops.aten.alias.default(args[0])
         return func(*args, **(kwargs or {}))
@@ -121,11 +123,11 @@ class _OnlyViews(TorchDispatchMode):
 def in_checkpoint(hf: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield each weight with its name and shape in checkpoints.
 
-    Tensors that only change their name are yielded unchanged, sharded or not. Tensors that change their shape are
+    Tensors of which only the name changes are yielded unchanged, sharded or not. Tensors that need a converter are
     gathered first if they are sharded, which is collective. Only tensors of incomplete groups are held in memory.
 
     Args:
-        weights: every weight once, by its name in `hf`, tied ones under one name, in the same order on all ranks.
+        weights: every weight once, by its name in `hf`, and in the same order on all ranks. Tied weights have one name.
     """
     group_of = {name: group for group in groups_in_checkpoint(hf) for name in group.sources}
     held: dict[str, dict[str, Tensor]] = {}
@@ -141,7 +143,7 @@ def in_checkpoint(hf: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) ->
 
 
 def groups_in_checkpoint(hf: PreTrainedModel) -> list[TensorGroup]:
-    """Group the weights of a model that become tensors of a checkpoint together."""
+    """Return the groups of a model's weights that are converted together to tensors of a checkpoint."""
     names = [name for name, _ in (*hf.named_parameters(), *hf.named_buffers())]
     return _groups(names, [transform.reverse_transform() for transform in reversed(_transforms(hf))], reverse=True)
 
@@ -151,7 +153,7 @@ def in_memory(hf: PreTrainedModel, names: Iterable[str], read: Callable[[str], T
 
     Args:
         names: all names of the checkpoint.
-        read: reads the tensor of a name; called once for each.
+        read: reads a tensor by its name; it is called once for each name.
     """
     for group in groups_in_memory(hf, names):
         yield from group.convert(hf, {name: read(name) for name in group.sources}).items()
@@ -160,18 +162,19 @@ def in_memory(hf: PreTrainedModel, names: Iterable[str], read: Callable[[str], T
 def groups_in_memory(
     hf: PreTrainedModel, names: Iterable[str], rules: list[WeightTransform] | None = None
 ) -> list[TensorGroup]:
-    """Group the tensors of a checkpoint that become one weight of the model.
+    """Return the groups of a checkpoint's tensors that are converted together to weights of the model.
 
     Args:
         hf: the model, on any device.
         names: all names of the checkpoint.
-        rules: rules by which a load renames and converts; None takes those with which the model was loaded.
+        rules: rules by which transformers renames and converts tensors; None takes the rules with which the model was
+            loaded.
     """
     return _groups(names, _transforms(hf) if rules is None else deepcopy(rules), reverse=False, hf=hf)
 
 
 def _block(source: Tensor, result: Tensor) -> Result | None:
-    """Return which block of a contiguous tensor another one is, or None if it is no block."""
+    """Return which block of a contiguous tensor `source` the tensor `result` is, or None if it is no block."""
     if StorageWeakRef(result.untyped_storage()) != StorageWeakRef(source.untyped_storage()):
         return None
     strides, position, starts = source.stride(), int(result.storage_offset()), []
@@ -195,9 +198,9 @@ def converts(hf: PreTrainedModel) -> bool:
 
 
 def _transforms(hf: PreTrainedModel) -> list[WeightTransform]:
-    """Return the rules with which the model was loaded, or else the rules of its architecture.
+    """Return the rules with which the model was loaded, or those of its architecture if it was not loaded.
 
-    Only a load shows whether a prefix was dropped, so rules of the architecture add no prefix.
+    Rules that add or drop a prefix are left out of the latter, because only a load shows whether they apply.
     """
     used: list[WeightTransform] | None = getattr(hf, "_weight_conversions", None)
     rules = used or [
@@ -209,7 +212,7 @@ def _transforms(hf: PreTrainedModel) -> list[WeightTransform]:
 def _groups(
     names: Iterable[str], transforms: list[WeightTransform], *, reverse: bool, hf: PreTrainedModel | None = None
 ) -> list[TensorGroup]:
-    """Group names by the result they belong to."""
+    """Group names by the converted tensor to which they belong."""
     renamings = [rule for rule in transforms if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in transforms if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}

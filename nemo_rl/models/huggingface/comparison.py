@@ -1,7 +1,7 @@
 """Compare an exported model with the trained model: both score the same texts.
 
-Invariant: the models are compared on the CPU in the dtype in which they are loaded, by scores if they are sequence
-classifiers and by log-probabilities otherwise.
+Sequence classifiers are compared by their scores, and other models by log-probabilities. Invariant: the models compute
+on the CPU in the dtype in which they are loaded.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class ExportCheck:
     """Difference between the exported model and the checkpoint."""
 
     max_difference: float
-    """Largest absolute difference of a log-probability (a score, in reward models)."""
+    """Largest absolute difference of a log-probability, or of a score for sequence classifiers."""
     num_values: int
     """Number of log-probabilities or scores compared."""
     tolerance: float = VERIFY_TOLERANCE

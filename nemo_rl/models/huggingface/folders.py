@@ -1,9 +1,9 @@
-"""Copy model folders, and read and write folders of adapters (PEFT).
+"""Copy model folders, optionally in another dtype, and read and write folders of adapters (PEFT).
 
-Copy model folders (safetensors, configuration and tokenizer), optionally in another dtype. No model is built.
-Invariant: the copy loads wherever the source does; config.json and the index describe the files correctly.
+A model folder has safetensors files, configuration and tokenizer. No model is built to copy it. Invariant: the copy can
+be loaded wherever the source can, and its config.json and index describe the files correctly.
 
-Read and write the adapter_config.json and adapter_model.safetensors that `PeftModel.from_pretrained` loads.
+A folder of an adapter has the adapter_config.json and adapter_model.safetensors that `PeftModel.from_pretrained` loads.
 """
 
 import json
@@ -40,7 +40,7 @@ def copy_model_folder(source: Path, target: Path, dtype: torch.dtype | None = No
     Args:
         source: a folder that `from_pretrained` loads.
         target: created if it does not exist; may be inside `source`.
-        dtype: dtype of floating-point weights but for those that stay float32 (`stays_float32_in_files`); None copies
+        dtype: dtype of floating-point weights, except those that stay float32 (`stays_float32_in_files`); None copies
             bit for bit.
     """
     files = sorted(file for file in source.iterdir() if file.is_file())
@@ -74,7 +74,7 @@ def require_empty(target: Path) -> None:
 
 
 def _convert(source: TensorFiles, target: Path, dtype: torch.dtype, stays: Callable[[str], bool]) -> Iterator[None]:
-    """Write the tensors of a file, yielding after each, in another dtype except where `stays` keeps it."""
+    """Write a file's tensors in another dtype, except those for which `stays` is True, and yield after each tensor."""
 
     def converted(name: str, tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() and not stays(name) else tensor
@@ -84,14 +84,14 @@ def _convert(source: TensorFiles, target: Path, dtype: torch.dtype, stays: Calla
 
 
 def _architecture(folder: Path) -> str | None:
-    """Return the name of the class of a model folder, from its config.json."""
+    """Return the name of the model class in a folder's config.json, or None if it has none."""
     path = folder / "config.json"
     names = json.loads(read_text(path)).get("architectures") if path.exists() else None
     return names[0] if names else None
 
 
 def _note_dtype(target: Path, dtype: torch.dtype) -> None:
-    """Update config.json and the index for converted weights."""
+    """Write the new dtype into config.json, and the new size into the index."""
     path = target / "config.json"
     config = json.loads(read_text(path))
     config.pop("torch_dtype", None)
@@ -112,21 +112,22 @@ _EXPERT_LAYERS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
 def peft_key(name: str) -> str:
-    """Return PEFT's key for `<layer>.lora_A` or `<layer>.lora_B`, a parameter's name in the Hugging Face model."""
+    """Return the key that PEFT uses for an adapter's parameter `<layer>.lora_A` or `<layer>.lora_B`."""
     return f"{PEFT_PREFIX}{name}.weight"
 
 
 def peft_config(config: AdapterConfig, base_name: str, names: Sequence[str], *, fused_experts: bool) -> dict[str, Any]:
     """Build the adapter_config.json of an adapter.
 
-    In a model with fused experts, PEFT treats every layer with the name of an expert's layer as an expert, so it would
-    lose the adapters of dense and shared layers with these names. So such layers are given by their weights
-    (`target_parameters`). PEFT then requires dropout 0, which has no effect because inference uses no dropout.
+    In a model with fused experts, PEFT takes every layer with the name of an expert's layer for an expert, and would
+    drop the adapters of dense and shared layers with such names. So these layers are listed as weights
+    (`target_parameters`). PEFT then requires dropout 0, which changes nothing because inference uses no dropout.
 
     Args:
         config: the adapter's shape and dropout.
+        base_name: name of the base model.
         names: names of the adapted layers in the Hugging Face model.
-        fused_experts: whether that model keeps the experts of a layer in one tensor.
+        fused_experts: whether the Hugging Face model keeps the experts of a layer in one tensor.
     """
     taken = [name for name in names if name.rpartition(".")[2] in _EXPERT_LAYERS] if fused_experts else []
     return {
@@ -148,7 +149,7 @@ def peft_config(config: AdapterConfig, base_name: str, names: Sequence[str], *, 
 
 
 def adapter_scaling(folder: Path) -> float:
-    """Return the factor of B A when it is added to a weight.
+    """Return the factor `alpha / r` with which an adapter's product B A is added to a weight.
 
     Raises:
         CheckpointError: the folder has no adapter_config.json.
@@ -163,13 +164,13 @@ def adapter_scaling(folder: Path) -> float:
 def write_adapter(
     folder: Path, tensors: Mapping[str, Tensor], described: Mapping[str, Any], group: dist.ProcessGroup | None = None
 ) -> None:
-    """Write an adapter's folder from rank 0, in a call of all ranks.
+    """Write an adapter's folder. All ranks must call this, and rank 0 writes.
 
     Args:
         folder: created if it does not exist.
         tensors: tensors by `peft_key`.
         described: result of `peft_config`.
-        group: process group of all ranks; None is the default one.
+        group: process group of all ranks; None takes the default group.
     """
     with raise_on_all_ranks(group):
         if dist.get_rank() == 0:

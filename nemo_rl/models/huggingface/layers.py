@@ -9,15 +9,15 @@ from torch import Tensor, nn
 from nemo_rl.utils.errors import ConfigError
 
 if TYPE_CHECKING:
-    # The controller imports this file but needs no model.
+    # The controller imports this file, but does not need this slow import.
     from transformers import PreTrainedModel
 
 
 def body(hf: "PreTrainedModel") -> nn.Module:
     """Return the model without its head, or the model itself if it has no such part.
 
-    Llama 4's text models keep the body under a name that is not their `base_model_prefix`. Of a model that also reads
-    images or sound this is its text model, which alone computes what the whole model does for text.
+    Llama 4's text models keep the body under a name that is not their `base_model_prefix`. For a model that also reads
+    images or sound, return its text model, which computes the same for text as the whole model.
     """
     whole: nn.Module = hf.base_model if hf.base_model is not hf else getattr(hf, "model", hf)
     text = hf.config.get_text_config()
@@ -28,7 +28,7 @@ def body(hf: "PreTrainedModel") -> nn.Module:
 
 
 def parts_without_text(hf: "PreTrainedModel") -> list[nn.Module]:
-    """Return the parts of a model that read images or sound, such as a vision tower, or none for a text model."""
+    """Return the modules that read images or sound, such as a vision tower. The list is empty for a text model."""
     whole, text = hf.base_model, body(hf)
     if hf.config.get_text_config() is hf.config or text is whole or text is hf:
         return []
@@ -39,7 +39,7 @@ def parts_without_text(hf: "PreTrainedModel") -> list[nn.Module]:
 
 
 def hidden_states(hf: "PreTrainedModel", model_inputs: dict[str, Any]) -> Tensor:
-    """Return the `[b, T, D]` outputs of the body for a model's keyword arguments."""
+    """Return the output `[b, T, D]` of the body, given the keyword arguments of the model."""
     hidden: Tensor = body(hf)(**model_inputs, use_cache=False).last_hidden_state
     return hidden
 
@@ -77,7 +77,7 @@ def recorded_outputs(
         hidden_of: selects `[..., T, D]` from the output of a layer.
 
     Yields:
-        A list that grows with every call of a layer: `[T, D]` float32 on the CPU, all rows end to end.
+        A list to which each call of a layer appends `[T, D]`, float32 on the CPU, with all rows concatenated.
     """
     outputs: list[Tensor] = []
 

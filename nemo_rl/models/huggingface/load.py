@@ -1,13 +1,12 @@
-"""Load a Hugging Face causal language model for training, and tell which of its weights stay float32.
+"""Load a Hugging Face model for training, and decide which of its weights stay float32.
 
 Invariant: loaded weights are in float32, and none is quantised, offloaded or on another device.
 
-Tell which weights of a model stay float32 when the model computes in bfloat16 or float16. They are those that
-transformers keeps (`_keep_in_fp32_modules_strict`, and `_keep_in_fp32_modules` in float16), and by their names the
-biases that choose experts and the parameters of recurrent states. Rounding a bias of size 6 to bfloat16 sends a quarter
-of the tokens to other experts. Engines hold all of these in float32, or round them as they load them.
-
-Invariant: training, weight syncs and engines of the library ask here, so all of them keep the same weights.
+Some weights stay float32 when the model computes in bfloat16 or float16. These are the weights that transformers keeps
+(`_keep_in_fp32_modules_strict`, and `_keep_in_fp32_modules` in float16), the biases by which routers choose experts,
+and the parameters of recurrent states. For example, rounding a bias of size 6 to bfloat16 would send a quarter of the
+tokens to other experts. Engines hold all of these weights in float32, or round them when they load them. Invariant:
+training, weight syncs and engines of the library use the functions of this module, so they keep the same weights.
 """
 
 import re
@@ -66,8 +65,8 @@ def load_causal_lm(
     Args:
         model_name: Hugging Face id or local folder.
         config_overrides: fields of the model's configuration to replace.
-        attn_implementation: name of the attention function; None lets the architecture choose, except
-            that models with soft-capped attention scores get "eager", the only one that applies them.
+        attn_implementation: name of the attention function. None lets the architecture choose, but models with
+            soft-capped attention scores get "eager", the only function that applies the cap.
 
     Returns:
         The model in eval mode.
@@ -79,7 +78,7 @@ def load_causal_lm(
     """
     from transformers import AutoModelForCausalLM
 
-    files = _files_of(model_name)  # first: of the ranks of a machine, one asks the hub for files
+    files = _files_of(model_name)  # before the next line, so that only one rank of a machine asks the hub for files
     config = load_model_config(model_name, config_overrides)
     require_text_model(config, model_name)
     attention = attention_choice(config, attn_implementation, AutoModelForCausalLM)
@@ -98,12 +97,12 @@ def load_scoring_model(
 ) -> "PreTrainedModel":
     """Load a language model, or a reward model, as a sequence classifier with one label, in float32.
 
-    If the files have no such head, it starts as `initial_head`, equally on every rank.
+    If the files have no scalar head, the head starts with the values of `initial_head`, which are equal on every rank.
 
     Args:
         model_name: Hugging Face id or local folder.
         config_overrides: fields of the model's configuration to replace.
-        attn_implementation: as in `load_causal_lm`.
+        attn_implementation: see `load_causal_lm`.
         seed: run seed, for a new head.
 
     Raises:
@@ -140,7 +139,7 @@ def load_scoring_model(
 def attention_choice(
     config: PretrainedConfig, attn_implementation: str | None, kind: "type[_BaseAutoModelClass]"
 ) -> dict[str, str]:
-    """Return the argument `attn_implementation` for loading a model, if it needs one.
+    """Return the keyword argument `attn_implementation` for loading a model, or no argument if none is needed.
 
     Raises:
         ConfigError: the architecture does not accept an attention function.
@@ -172,7 +171,8 @@ def load_model_config(
     """
     try:
         require_regular_files(model_name)
-        # Of the commit of the weights. Code of the folder is not asked for, as transformers would at a terminal.
+        # The configuration is read from the same commit as the weights. Without trust_remote_code=False, transformers
+        # would ask at a terminal whether to run code of the folder.
         config = AutoConfig.from_pretrained(cached_folder(model_name) or model_name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(
@@ -195,10 +195,10 @@ def reads_more_than_text(config: PretrainedConfig) -> bool:
 
 
 def require_text_model(config: PretrainedConfig, model_name: str, section: str = "policy") -> None:
-    """Refuse a checkpoint for images or sound of which transformers has no language model.
+    """Refuse a checkpoint for images or sound if transformers has no language model for its files.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no language model.
     """
     if not reads_more_than_text(config):
         return
@@ -213,7 +213,7 @@ def require_text_model(config: PretrainedConfig, model_name: str, section: str =
 
 
 def _files_of(model_name: str) -> str:
-    """Return the folder of a model's files, downloaded if need be, or the id of a model without safetensors."""
+    """Return the folder of a model's files, downloaded if necessary, or the hub id if it has no safetensors files."""
     folder = model_folder(model_name)
     has_weights = folder == Path(model_name).expanduser() or cached_folder(model_name) == folder
     return str(folder) if has_weights else model_name
@@ -228,10 +228,10 @@ _BY_NAME = r"(?:^|\.)(?:e_score_correction_bias|expert_bias|A_log|dt_bias|D)$"
 
 
 def stays_float32(hf: "PreTrainedModel", dtype: torch.dtype | None) -> Callable[[str], bool]:
-    """Return whether a weight stays float32 in a model that computes in `dtype`, by its name in the model.
+    """Return a function that returns, by a weight's name, whether it stays float32 in a model that computes in `dtype`.
 
     Args:
-        dtype: number format of the other weights; with None or float32 nothing has to be kept.
+        dtype: number format of the other weights. The function always returns False for None or float32.
     """
     if dtype not in _ROUNDED:
         return lambda _: False
@@ -239,10 +239,10 @@ def stays_float32(hf: "PreTrainedModel", dtype: torch.dtype | None) -> Callable[
 
 
 def stays_float32_in_files(architecture: str | None, dtype: torch.dtype | None) -> Callable[[str], bool]:
-    """Return whether a tensor of a model folder stays float32 when the others are written in `dtype`, by its name.
+    """Return a function like that of `stays_float32`, for the names of tensors in a model folder.
 
     Args:
-        architecture: name of the model's class in transformers; None: only the names that all models share.
+        architecture: name of the model's class in transformers; None uses only the names that all models share.
         dtype: number format of the other tensors.
     """
     if dtype not in _ROUNDED:
@@ -255,7 +255,7 @@ def stays_float32_in_files(architecture: str | None, dtype: torch.dtype | None) 
 
 
 def _search_for(patterns: Iterable[str]) -> Callable[[str], bool]:
-    """Return whether a name is kept, searching for patterns as transformers does (`build_glob_alternation`)."""
+    """Return a function that searches names for patterns, as transformers does (`build_glob_alternation`)."""
     kept = re.compile("|".join([_BY_NAME, *(name.replace("*", ".*") for name in patterns)]))
     return lambda name: kept.search(name) is not None
 
@@ -268,6 +268,6 @@ def float32_parameters(hf: "PreTrainedModel", dtype: torch.dtype) -> dict[str, n
 
 @torch.no_grad()
 def hold_in_float32(hf: "PreTrainedModel", dtype: torch.dtype) -> None:
-    """Hold the parameters that stay float32 in float32, in a model whose other weights are in `dtype`."""
+    """Convert to float32, in place, the parameters that stay float32 in a model whose other weights are in `dtype`."""
     for parameter in float32_parameters(hf, dtype).values():
         parameter.data = parameter.data.float()

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _VOCAB, _INNER = 512, 64
 _GAIN = 2.4
-"""Standard deviation of a projection's outputs for inputs of norm one; large enough to show every effect."""
+"""Standard deviation of a projection's outputs for normalized inputs, so large that every operation has an effect."""
 _NOISE = 0.1
 _INNER_SIZES = (
     "intermediate_size",
@@ -37,7 +37,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k")
 _SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 CANNOT_BE_MADE = (ValueError, TypeError, AttributeError, AssertionError, RuntimeError, ZeroDivisionError)
-"""Exceptions that transformers classes raise for sizes that do not fit each other."""
+"""Exceptions that classes of transformers raise if the sizes in a configuration contradict each other."""
 _NOT_A_KIND = ("layer_idx", "layer_index", "layer_id", "layer_number", "training")
 """Attributes of modules that differ between layers of the same kind."""
 
@@ -66,13 +66,14 @@ def small_probe_model(hf: PreTrainedModel) -> PreTrainedModel:
 def of_few_layers(kind: type[PreTrainedModel], config: PretrainedConfig, least: int = 1) -> PreTrainedModel:
     """Build a model of a class on the meta device, with the first layer of each kind.
 
-    If possible the model is built again with only these layers, because some bodies have modules whose size depends on
-    the number of layers. If that gives other layers, the model with all layers is cut instead.
+    The model is built with all layers, and the other layers are removed. If possible it is then built again from the
+    reduced configuration, because some bodies have modules whose size depends on the number of layers. The first model
+    is returned if the second one has other kinds of layers.
 
     Args:
-        kind: the class.
-        config: configuration with all layers; changed in place.
-        least: smallest number of layers, if the configuration has as many.
+        kind: the class of the model.
+        config: configuration with all layers; it is changed in place.
+        least: smallest number of layers to keep, if the configuration has as many.
 
     Raises:
         ConfigError: the model has no list of layers, so it is not a decoder.
@@ -97,9 +98,9 @@ def without_memory(kind: type[PreTrainedModel], config: PretrainedConfig) -> Pre
 
 
 def filled(model: PreTrainedModel) -> PreTrainedModel:
-    """Fill a model on the meta device with random weights, always the same, in float32 on the CPU and in eval mode.
+    """Give a model on the meta device random weights, and return it in float32 on the CPU and in eval mode.
 
-    Vectors get additional noise, so that biases and norms have an effect.
+    The weights are the same in every call. Vectors get additional noise, so that biases and norms have an effect.
     """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
@@ -123,7 +124,7 @@ def _overwrite_memory(model: PreTrainedModel) -> None:
 
 
 def smaller(config: PretrainedConfig) -> PretrainedConfig:
-    """Reduce, in place, the sizes of a configuration on which no head, group or mask depends."""
+    """Reduce, in place, vocabulary, feed-forward layers and experts. Heads, groups and masks do not depend on these."""
     text: Any = config.get_text_config()
     hidden_size = getattr(text, "hidden_size", None)
     if isinstance(hidden_size, int) and hasattr(text, "initializer_range"):
@@ -147,7 +148,7 @@ def smaller(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _few_experts(text: Any) -> int:
-    """Return twice the number of experts that a token may choose, in the same number of groups as the router's."""
+    """Return a number of experts, in as many groups as before, of which a token can choose about half."""
     chosen = next((count for name in _CHOSEN if isinstance(count := getattr(text, name, None), int) and count), 1)
     groups = getattr(text, "n_group", None) or 1
     eligible = getattr(text, "topk_group", None) or 1
@@ -188,7 +189,7 @@ def _keep_kinds(model: PreTrainedModel, least: int) -> bool:
 
 
 def _describe(config: PretrainedConfig, kept: list[int], before: int) -> None:
-    """Update a configuration to describe the layers that are kept."""
+    """Update a configuration so that it describes only the layers that are kept."""
     values: Any = config
     for name, value in list(vars(config).items()):
         if isinstance(value, list) and len(value) == before:
@@ -196,7 +197,7 @@ def _describe(config: PretrainedConfig, kept: list[int], before: int) -> None:
     if getattr(values, "num_hidden_layers", None) == before:
         values.num_hidden_layers = len(kept)
     spec: Any = getattr(values, "_heterogeneity_spec", None)
-    if spec is not None:  # fields that differ by layer
+    if spec is not None:  # the configuration has fields that differ between layers
         overrides = {place: spec.per_layer_overrides.get(index) for place, index in enumerate(kept)}
         found = {place: fields for place, fields in overrides.items() if fields is not None}
         values._heterogeneity_spec = replace(spec, per_layer_overrides=found)

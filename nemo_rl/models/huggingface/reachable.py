@@ -1,7 +1,8 @@
 """Check within seconds, and before slow imports, that a model can be loaded.
 
-Runs before Ray starts. On a machine without a network the loaders would retry for a minute and write a page of
-warnings. Invariant: a folder, or a file in the hub's cache, is accepted without a request to the hub.
+The check runs before Ray starts. On a machine without a network, the functions that load models would retry for a
+minute and write a page of warnings. Invariant: a folder, or a file in the hub's cache, is accepted without a request to
+the hub.
 """
 
 import os
@@ -15,7 +16,7 @@ from huggingface_hub.utils import validate_repo_id
 from nemo_rl.utils.errors import ConfigError
 
 TIMEOUT_VARIABLE = "NRL_HUB_PROBE_S"
-"""Environment variable with the seconds that the hub may take to answer."""
+"""Environment variable with the time in seconds that the hub may take to answer."""
 _TIMEOUT_S = 3.0
 
 MODEL_FILE = "config.json"
@@ -28,7 +29,7 @@ def check_reachable(key: str, name: str, file: str = MODEL_FILE) -> None:
     Args:
         key: configuration key, for messages.
         name: folder or hub id.
-        file: file to look for: a model must have `MODEL_FILE`; a tokenizer may lack `TOKENIZER_FILE`.
+        file: file to look for. A model must have `MODEL_FILE`, but a tokenizer need not have `TOKENIZER_FILE`.
 
     Raises:
         ConfigError: no model can be loaded under this name.

@@ -1,10 +1,10 @@
 """Fix rotary frequencies, so that they do not depend on the other rows of a batch.
 
-For long-rope and dynamic NTK scaling, transformers chooses the frequencies of a whole batch by its longest row: one
-row beyond the model's original context changes the log-probabilities of all others. vLLM chooses once, by its
-`max_model_len`. This module also chooses once, so that trainer and engine agree.
+For long-rope and dynamic NTK scaling, transformers chooses the frequencies of a whole batch by its longest row. One row
+beyond the model's original context would change the log-probabilities of all other rows. vLLM chooses frequencies once,
+by its `max_model_len`. This module also chooses once, so that trainer and engine agree.
 
-Invariant: after `fix_rotary_frequencies` a row's frequencies depend only on the model and the run.
+Invariant: after `fix_rotary_frequencies` the frequencies depend only on the model and the configuration of the run.
 """
 
 import logging
@@ -20,13 +20,14 @@ logger = logging.getLogger(__name__)
 
 
 def fix_rotary_frequencies(hf: PreTrainedModel, context: int) -> None:
-    """Choose the frequencies for all sequences of the run, in place, where most models have only one choice.
+    """Choose the frequencies for all sequences of the run, in place. Most models have only one choice.
 
     Args:
         context: largest number of tokens of a sequence in the run.
 
     Raises:
-        ConfigError: the context is longer than the original one, and frequencies would depend on each length.
+        ConfigError: the context is longer than the model's original context, and the frequencies of a row would depend
+            on other rows of its batch.
     """
     for module in hf.modules():
         kinds = getattr(module, "rope_type", None)
@@ -37,7 +38,7 @@ def fix_rotary_frequencies(hf: PreTrainedModel, context: int) -> None:
 
 
 def _fix(hf: PreTrainedModel, module: Any, layer_type: str | None, kind: str, context: int) -> None:
-    """Fix the frequencies of one rotary embedding, or of its layers of one type."""
+    """Choose the frequencies of one rotary embedding, or those for one type of layers in it."""
     parameters = module.config.rope_parameters if layer_type is None else module.config.rope_parameters[layer_type]
     given = {} if layer_type is None else {"layer_type": layer_type}
     original = module.config.max_position_embeddings
@@ -70,7 +71,7 @@ def _fix(hf: PreTrainedModel, module: Any, layer_type: str | None, kind: str, co
 
 @torch.no_grad()
 def _ignores_other_rows(module: Any, context: int, given: dict[str, str]) -> bool:
-    """Return whether a short row gets the same rotation alone and in a batch with a row as long as the context."""
+    """Return whether a short row has the same rotation alone and in a batch with a row as long as the context."""
     short, long = torch.arange(2), torch.tensor([0, context - 1])
     x = torch.zeros(2, 2, 1)
     alone = module(x[:1], short[None], **given)

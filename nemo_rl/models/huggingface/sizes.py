@@ -1,16 +1,16 @@
-"""Sizes of a model and the operations of its passes, without reading weights.
+"""Sizes of a model and the number of floating-point operations of its passes, without reading weights.
 
-Sizes are the head size, and parameters from file headers or the configuration.
+Numbers of parameters come from file headers or from the configuration. For operations, the model is made on torch's
+meta device, so that the shapes come from the code of the architecture itself.
 
-Count the floating-point operations of a model's passes from its configuration, and list the peaks of devices. The model
-is made on torch's meta device, so the shapes come from the real code of the architecture. Convention (PaLM, Chowdhery
-et al. 2022, arXiv:2204.02311, appendix B): a multiplication with an addition counts as two operations; only matrix
-products count; attention counts as if it were not causal; recomputation does not count. For a sequence of T tokens and
-a dense model this is `6 N + 12 L H Q T` operations per trained token, with N multiplied weights, L layers and H heads
-of dimension Q. A forward pass alone is a third of that.
+Operations are counted as in PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): a multiplication with an
+addition is two operations; only matrix products count; attention counts as if it were not causal; recomputation does
+not count. For a sequence of T tokens and a dense model this is `6 N + 12 L H Q T` operations per trained token, with N
+weights in matrix products, L layers and H heads of dimension Q. A forward pass alone is a third of that.
 
-Invariant: a weight that multiplies nothing is not counted: an embedding that is only looked up, norms, biases, and
-experts that a token is not sent to. Of a model with image or audio towers only the decoder and the head are counted.
+Invariant: weights that are in no matrix product of a token are not counted. These are an embedding that is only looked
+up, norms, biases, and experts to which the token is not sent. Of a model with image or audio towers only the decoder
+and the head are counted.
 """
 
 import json
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _SHAPES: dict[str, dict[str, tuple[int, ...]]] = {}
-"""Shapes of parameters by configuration; making a large model takes a second, even on the meta device."""
+"""Cache of the shapes of parameters, by configuration; making a large model on the meta device takes a second."""
 
 
 def head_size(text: Any) -> int:
@@ -43,9 +43,10 @@ def head_size(text: Any) -> int:
 
 
 def longest_context(text: Any) -> int | None:
-    """Return the most tokens that a text model reads, as vLLM derives them, or None if its configuration does not say.
+    """Return the largest number of tokens of a sequence that a text model accepts, or None if it is not known.
 
-    Source: `vllm.config.model._get_and_verify_max_len`. Layers of several kinds may have limits of their own (None).
+    The number is derived as in vLLM (`vllm.config.model._get_and_verify_max_len`). It is not known if several kinds of
+    layers have different limits.
     """
     positions = getattr(text, "max_position_embeddings", None)
     rope = getattr(text, "rope_parameters", None) or {}
@@ -57,9 +58,9 @@ def longest_context(text: Any) -> int | None:
 
 
 def count_parameters(model_name: str) -> int | None:
-    """Count the elements of all tensors of a model folder, or of a hub model in the cache, or return None if unknown.
+    """Return the number of parameters of a model folder, or of a hub model in the cache, or None if it is not known.
 
-    For a folder with a configuration but no weights, the parameters of the described model are counted.
+    If a folder has a configuration but no weights, the parameters of the described model are counted.
     """
     folder = Path(model_name)
     if not folder.is_dir():
@@ -79,19 +80,19 @@ def count_parameters(model_name: str) -> int | None:
 
 
 def parameters_of(config: "PretrainedConfig") -> int:
-    """Count the parameters of the language model that a configuration describes, tied ones once."""
+    """Return the number of parameters of the language model that a configuration describes, counting tied ones once."""
     return sum(map(prod, parameter_shapes(config).values()))
 
 
 def expert_parameters_of(config: "PretrainedConfig") -> int:
-    """Count the model's parameters that belong to experts among which tokens are divided."""
+    """Return the number of parameters that belong to routed experts."""
     return sum(prod(shape) for name, shape in parameter_shapes(config).items() if ".experts." in name)
 
 
 def parameter_shapes(config: "PretrainedConfig") -> dict[str, tuple[int, ...]]:
-    """Return the parameters of the language model that a configuration describes, tied ones once.
+    """Return name and shape of the parameters of the language model that a configuration describes, tied ones once.
 
-    The names are those of transformers, in which the experts of a layer are one parameter with a dimension for them.
+    The names are those of transformers, where the experts of a layer are one parameter with an additional dimension.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -107,7 +108,10 @@ def parameter_shapes(config: "PretrainedConfig") -> dict[str, tuple[int, ...]]:
 
 
 def _elements(path: Path) -> int:
-    """Count the elements of a safetensors file, which begins with 8 bytes of length and a JSON header."""
+    """Return the number of elements in a safetensors file.
+
+    The file begins with 8 bytes that hold the length of the JSON header, followed by the header.
+    """
     with open_regular(path) as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))
@@ -138,20 +142,21 @@ PEAK_BF16_TFLOPS = {
     "RTX 4090": 165.2,
     "RTX A6000": 154.8,
 }
-"""Words of a device's name -> dense peak in bfloat16 and float16, by makers' data sheets; the first match counts."""
+"""Peak TFLOP/s for dense matrices in bfloat16 and float16, from data sheets, by words of the device's name. The first
+item whose words are in the name is used."""
 
 _PARTS_OF_GPUS = re.compile(r"\b(MIG|Laptop)\b")
-"""Words in the names of instances that have a part of a GPU, and of slower ones of the same name."""
+"""Words in a device's name which show that it is a part of a GPU, or a slower GPU of the same name."""
 
 _ACTIVE_EXPERTS = ("num_experts_per_tok", "top_k_experts", "num_experts_per_token", "moe_topk", "moe_k")
-"""Names that configurations have for the experts that a token is sent to."""
+"""Names that configurations use for the number of experts to which a token is sent."""
 
 _WITHOUT_ATTENTION = ("linear_attention", "conv", "moe")
-"""Kinds of layers whose matrix products are those of their weights."""
+"""Kinds of layers without attention, whose only matrix products are those with their weights."""
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Return the dense bfloat16 TFLOP/s of a device, or None if unknown."""
+    """Return the peak bfloat16 TFLOP/s of a device for dense matrices, or None if it is not known."""
     name = device_name.replace("-", " ")
     if _PARTS_OF_GPUS.search(name):
         return None
@@ -160,21 +165,22 @@ def peak_tflops(device_name: str) -> float | None:
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """The operations of a model, for sequences of any length."""
+    """Counts that give the number of operations of a model for sequences of any length."""
 
     trained: float
-    """Weights that multiply each token and get gradients."""
+    """Number of trained weights by which each token is multiplied."""
     frozen: float
-    """Weights that multiply each token and get none (a model under adapters)."""
+    """Number of frozen weights by which each token is multiplied (the base of adapters)."""
     attention: tuple[tuple[int, int | None, int], ...]
-    """(width, window, layers): the sizes of a layer's queries and of its values over all heads, summed; the tokens that
-    a token sees at most, None for all; and the number of such layers."""
+    """Items (width, window, layers) for each kind of attention. The width is the size of queries plus that of values,
+    over all heads; the window is the largest number of tokens that a token sees, None for all; and the last number is
+    the number of such layers."""
 
     def forward(self, lengths: Mapping[int, int]) -> float:
-        """Return the operations of a forward pass over sequences, without padding.
+        """Return the number of operations of a forward pass over sequences, without padding.
 
         Args:
-            lengths: length of a sequence -> number of such sequences.
+            lengths: number of sequences by their length.
         """
         products = 2.0 * (self.trained + self.frozen) * _tokens(lengths)
         for width, window, layers in self.attention:
@@ -183,9 +189,9 @@ class ModelFlops:
         return products
 
     def training(self, lengths: Mapping[int, int]) -> float:
-        """Return the operations of forward and backward pass, without gradients of frozen weights.
+        """Return the number of operations of forward and backward pass, without gradients of frozen weights.
 
-        With a frozen model the gradient of the first layer's input is counted too, although nothing needs it.
+        The gradient of the first layer's input is counted even if the model is frozen and the gradient is not needed.
         """
         return 3.0 * self.forward(lengths) - 2.0 * self.frozen * _tokens(lengths)
 
@@ -206,7 +212,7 @@ def model_flops(
     Args:
         scores: whether the model has a scalar head instead of one for the vocabulary.
         adapters: rank of low-rank adapters on a frozen model; 0 without adapters.
-        adapted: selects the layers with adapters among the names of the linear layers, the head excepted.
+        adapted: selects the layers with adapters from the names of all linear layers without the head.
 
     Raises:
         ValueError, KeyError: transformers has no causal language model for the configuration, or it has layers that
@@ -238,9 +244,10 @@ def _active_experts(text: Any) -> int | None:
 
 
 def _multiplied(modules: Iterable[nn.Module], active: int | None) -> Iterator[float]:
-    """Yield the elements of each matrix that a token is multiplied with, and of active experts only.
+    """Yield the number of elements of each matrix by which a token is multiplied. Only active experts are counted.
 
-    A head that shares its weight with the embedding is a module of its own, so it is counted once, as a head.
+    A head that shares its weight with the embedding is a separate module, and the embedding is skipped, so the weight
+    is counted once.
     """
     for module in modules:
         if isinstance(module, nn.Embedding | nn.Conv1d | nn.Conv2d):
@@ -260,7 +267,7 @@ def _multiplied(modules: Iterable[nn.Module], active: int | None) -> Iterator[fl
 
 
 def _attention(text: Any) -> list[tuple[int, int | None, int]]:
-    """Return the width and the window of the layers with attention, but not of layers of linear attention."""
+    """Return `ModelFlops.attention`, without layers of linear attention."""
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     latent = getattr(text, "kv_lora_rank", None)
     query = text.qk_nope_head_dim + text.qk_rope_head_dim if latent else head
@@ -270,7 +277,7 @@ def _attention(text: Any) -> list[tuple[int, int | None, int]]:
 
 
 def _windows(text: Any) -> Iterator[int | None]:
-    """Yield the tokens that a token of each layer with attention sees at most."""
+    """Yield, for each layer with attention, the largest number of tokens that a token sees, or None for all."""
     window = getattr(text, "sliding_window", None)
     kinds = getattr(text, "layer_types", None)
     if not kinds:

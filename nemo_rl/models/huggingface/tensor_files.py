@@ -1,7 +1,7 @@
 """Find and download the safetensors files of a model, read their tensors in parts, and write such files.
 
-Invariant: only requested parts of tensors are read, at the time of the request; mapped files count as page cache, not
-as memory of the process.
+Invariant: only the requested parts of tensors are read, when they are requested. Files are mapped, so they count as
+page cache and not as memory of the process.
 """
 
 import json
@@ -43,7 +43,7 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _ALIGNMENT = 8
 _DESCRIBING_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
-"""Configuration and tokenizer of a model on the hub."""
+"""Patterns of the files with configuration and tokenizer of a model on the hub."""
 _SUBFOLDERS = ("*/*",)
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 
@@ -52,16 +52,16 @@ MAX_FILE_BYTES = 5 * 1024**3
 
 
 class TensorFiles:
-    """Tensors of several files, as the module docstring describes.
+    """Reads the tensors of several files, by name.
 
     Args:
-        files: safetensors files; if several hold a name, the last one is used.
-        file_of: the file of each tensor, from an index (`indexed_files`). Then a file is opened when one of its tensors
-            is asked for: thousands of ranks that open every file of a large model are a load for a shared disk. None
-            opens all files to find out.
+        files: safetensors files. If several files have a tensor of the same name, the last file is used.
+        file_of: the file of each tensor, from an index (`indexed_files`). A file is then opened only when one of its
+            tensors is requested, which is a smaller load for a shared disk with thousands of ranks. None opens all
+            files.
 
     Raises:
-        CheckpointError: a file is damaged; also from methods, if the files are opened later.
+        CheckpointError: a file is damaged. If files are opened later, methods raise this error.
     """
 
     def __init__(self, files: Iterable[Path], file_of: Mapping[str, Path] | None = None) -> None:
@@ -87,7 +87,7 @@ class TensorFiles:
         return self._slices[name]
 
     def like(self, name: str) -> Tensor:
-        """Return a tensor on the meta device with the shape and dtype of a stored one.
+        """Return a tensor on the meta device with the shape and dtype of a stored tensor.
 
         Raises:
             CheckpointError: the dtype is not one of `DTYPE_NAMES`.
@@ -100,11 +100,11 @@ class TensorFiles:
         return torch.empty(found.get_shape(), dtype=_DTYPES[found.get_dtype()], device="meta")
 
     def read(self, name: str, block: TensorBlock | None = None) -> Tensor:
-        """Read a tensor, or a block of it that has elements, to the CPU."""
+        """Read a tensor, or a block of it, to the CPU. The block must not be empty."""
         return self._slice(name)[block.slices if block is not None and block.shape else ...]
 
     def equal(self, name: str, other: str, rows: int = 1024) -> bool:
-        """Return whether two tensors have the same bits, with `rows` rows of each in memory at a time."""
+        """Return whether two tensors are equal. At most `rows` rows of each are in memory at a time."""
         ours, theirs = self.like(name), self.like(other)
         if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
             return False
@@ -117,7 +117,7 @@ class TensorFiles:
 
 
 def _slices_in(file: Path) -> dict[str, Any]:
-    """Open a file and return its tensors, which are not read yet."""
+    """Open a file and return its tensors by name. Their values are read later."""
     try:
         require_regular(file)
         opened = safe_open(file, framework="pt")
@@ -129,7 +129,7 @@ def _slices_in(file: Path) -> dict[str, Any]:
 
 
 def indexed_files(folder: Path) -> dict[str, Path] | None:
-    """Return the file of each tensor by the index of a model folder, or None if its weights are in one file."""
+    """Return the file of each tensor from the index of a model folder, or None if its weights are in one file."""
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if (folder / SAFE_WEIGHTS_NAME).exists() or not index.exists():
         return None
@@ -137,13 +137,13 @@ def indexed_files(folder: Path) -> dict[str, Path] | None:
 
 
 def model_folder(model_name: str) -> Path:
-    """Return the folder of a model's files, downloading a hub id that is not in the cache.
+    """Return the folder of a model's files. A hub id is downloaded if it is not in the cache.
 
-    Of the weights only those files are downloaded that `weight_files` names. Nothing is asked of the hub for a model
-    that is in the cache, and of the processes that share a cache one asks.
+    Only those weight files are downloaded that `weight_files` returns. No request is sent to the hub for a model that
+    is in the cache. If several processes share a cache, only one of them sends requests.
 
     Raises:
-        DownloadError: the files do not arrive.
+        DownloadError: the files cannot be downloaded.
     """
     path = Path(model_name).expanduser()
     if path.is_dir():
@@ -157,15 +157,15 @@ def model_folder(model_name: str) -> Path:
             return cached
         folder = download(model_name, _DESCRIBING_FILES, ignored=_SUBFOLDERS)
         names = {SAFE_WEIGHTS_NAME} | _indexed(folder / SAFE_WEIGHTS_INDEX_NAME)
-        # The folder of a commit has its name; the weights must be of the same commit.
+        # The name of the folder is that of the commit, and the weights must be of the same commit.
         return download(model_name, sorted(names), revision=folder.name)
 
 
 def cached_folder(hub_id: str) -> Path | None:
-    """Return the hub cache's folder with configuration, tokenizer and weights of a model, or None without them."""
+    """Return the cache folder of a hub model, or None if configuration, tokenizer or weights are not in the cache."""
     try:
         found = [try_to_load_from_cache(hub_id, name) for name in (_TOKENIZER_CONFIG, CONFIG_NAME)]
-    except HFValidationError:  # the name of a folder
+    except HFValidationError:  # the name is no hub id but a path
         return None
     if not all(isinstance(file, str) for file in found):
         return None
@@ -181,7 +181,7 @@ def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a model folder that `from_pretrained` would read.
 
     Raises:
-        CheckpointError: the folder has no such files, or a file that the index names does not exist.
+        CheckpointError: the folder has no safetensors files, or a file that the index names does not exist.
     """
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     names = {SAFE_WEIGHTS_NAME}
@@ -197,7 +197,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _indexed(index: Path) -> set[str]:
-    """Return the files that an index names, or none without an index."""
+    """Return the names of the files in an index. The set is empty if there is no index."""
     return set(_weight_map(index).values()) if index.exists() else set()
 
 
@@ -244,8 +244,8 @@ def write_file(file: Path, likes: Mapping[str, Tensor], tensors: Iterator[tuple[
     """Write one safetensors file, and yield after each tensor.
 
     Args:
-        likes: shape and dtype of its tensors, in order.
-        tensors: their values on the CPU, in the same order; others may follow.
+        likes: shape and dtype of the file's tensors, in order.
+        tensors: names and values of the tensors, on the CPU, in the same order. Tensors of other files may follow.
     """
     with file.open("wb") as stream:
         stream.write(header_bytes({name: (like.dtype, like.shape) for name, like in likes.items()}))
@@ -263,13 +263,13 @@ def write_model_files(
     tensors: Iterable[tuple[str, Tensor]],
     max_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write the weight files and the index of a model folder, from front to back, with one tensor in memory.
+    """Write the weight files and the index of a model folder, with one tensor in memory at a time.
 
     Args:
         folder: an existing folder.
         likes: shape and dtype of every tensor, in order.
-        tensors: their values on the CPU, in the same order.
-        max_bytes: largest size of the tensors in a file.
+        tensors: names and values of the tensors, on the CPU, in the same order.
+        max_bytes: largest size in bytes of the tensors in a file.
     """
     file_of = file_names({name: like.nbytes for name, like in likes.items()}, max_bytes)
     arriving, written = iter(tensors), 0
@@ -286,15 +286,16 @@ logger = logging.getLogger(__name__)
 
 
 def download_models(names: Iterable[str]) -> None:
-    """Download models from the hub into this machine's cache, if the run has this machine only.
+    """Download models from the hub into this machine's cache, if the run uses this machine only.
 
-    On the machines of a joined cluster the ranks download what they need, because this machine may be none of them.
+    In a cluster that the run has joined, the ranks download the files that they need, because they may run on other
+    machines.
 
     Args:
-        names: folders, which are left alone, or hub ids.
+        names: hub ids, or folders, for which nothing is done.
 
     Raises:
-        DownloadError: the files of a model do not arrive.
+        DownloadError: the files of a model cannot be downloaded.
     """
     hub_ids = [name for name in dict.fromkeys(names) if not Path(name).expanduser().is_dir()]
     address = cluster_address()

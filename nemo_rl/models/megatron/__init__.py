@@ -1,1 +1,1 @@
-"""The Megatron Core training backend: the only place that imports megatron, and only in the processes of ranks."""
+"""The Megatron Core training backend, the only package that imports megatron. Only processes of ranks import it."""

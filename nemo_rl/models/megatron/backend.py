@@ -1,11 +1,11 @@
-"""The Megatron Core training backend on one rank, which combines the parts of this package.
+"""The Megatron Core training backend on one rank, which combines the modules of this package.
 
-Implements `models.training.interfaces.PolicyBackend`. `policy.workers.rank` builds it inside a Ray actor, tests build
-it in plain processes. The process group must exist before, and a process can hold one backend.
+`MegatronBackend` implements `models.training.interfaces.PolicyBackend`. `policy.workers.rank` builds it inside a Ray
+actor, and tests build it in plain processes. The process group must exist before. A process can hold one backend.
 
-Invariant: this rank's part of the weights is complete (no gathering is outstanding) whenever code other than a forward
-pass reads it. For 16-bit weights the optimizer keeps float32 copies. With LoRA (`policy.megatron_cfg.peft`) the
-reference is the frozen base, and exported weights are merged (`lora`).
+Invariant: code other than a forward pass reads weights only after all gathering of weights has finished. For 16-bit
+weights the optimizer keeps float32 copies. With LoRA (`policy.megatron_cfg.peft`) the frozen base is the reference
+model, and exported weights are merged with the adapters (`lora`).
 """
 
 from collections import defaultdict
@@ -41,13 +41,14 @@ from nemo_rl.weight_sync.parts import HeldWeights, ReadableWeights
 
 
 class MegatronBackend(TorchBackend):
-    """See the module docstring and `PolicyBackend`.
+    """The `PolicyBackend` of Megatron Core (see the module docstring).
 
     Args:
         device: device on which this rank computes.
         layout: sizes of the mesh axes.
         init_optimizer: make optimizer and schedule (a frozen scorer needs none).
-        init_reference_model: keep a copy of the initial weights in host memory.
+        init_reference_model: keep a copy of the initial weights in host memory; with LoRA the frozen base is used.
+        seed: run seed, for dropout and for the initial values of adapters or of a scalar head.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class MegatronBackend(TorchBackend):
         require_megatron_core()
         with start_phase("groups of ranks"):
             groups = start_model_parallel(layout, section, device, seed)
-        # Imported only now: on a machine without CUDA these modules need `start_model_parallel` first.
+        # These imports come late, because without CUDA `start_model_parallel` must have prepared Megatron Core.
         from nemo_rl.models.megatron import lora
         from nemo_rl.models.megatron import optimizer as optim
         from nemo_rl.models.megatron.model.mtp import MTPLoss
@@ -115,9 +116,10 @@ class MegatronBackend(TorchBackend):
         self._schedule = Schedule(self.chunks, scoring, self._division, watch, self._replay)
 
     def run(self, microbatches: Sequence[ModelInputs], forward_step: ForwardStep, *, backward: bool) -> None:
-        """See `PolicyBackend.run`. An update must follow each training pass before the next one.
+        """See `PolicyBackend.run`. An update must follow each training pass before the next training pass.
 
-        Gradients are summed over ranks at the end of the pass; a second pass would sum them twice.
+        The gradients in the buffers are summed over ranks at the end of a pass, so a second pass would sum those of the
+        first pass again.
         """
         assert not (backward and self._has_gradients), "an update (clip_and_step) comes between two training passes"
         self._has_gradients |= backward
@@ -127,7 +129,7 @@ class MegatronBackend(TorchBackend):
 
     @contextmanager
     def _watching(self, inputs: RankInputs) -> Iterator[None]:
-        """Record the routing and teach the draft model, if there are any, in a training pass."""
+        """Run a block of a training pass in which the routing is recorded and the draft model learns, if configured."""
         with ExitStack() as stack:
             if self._load is not None:
                 stack.enter_context(self._load.watching(inputs))
@@ -138,7 +140,7 @@ class MegatronBackend(TorchBackend):
             yield
 
     def update_metrics(self) -> dict[str, float]:
-        """See `PolicyBackend.update_metrics`. It covers experts (load, replayed tokens), draft model and MTP layers."""
+        """See `PolicyBackend.update_metrics`. The metrics cover experts, replay, draft model and MTP layers."""
         load = {} if self._load is None else self._load.end_update()
         draft = {} if self._draft is None else self._draft.end_passes()
         mtp = {} if self._mtp is None else self._mtp.end_update()
@@ -162,7 +164,7 @@ class MegatronBackend(TorchBackend):
         return norm, stepped
 
     def weights_here(self) -> dict[str, Tensor]:
-        """See `PolicyBackend.weights_here`. It uses Megatron Core's names, chunks in order."""
+        """See `PolicyBackend.weights_here`. The names are those of Megatron Core, in the order of the chunks."""
         from nemo_rl.models.megatron.model.build import unwrap
 
         self._optim.complete_weights(self.chunks)
@@ -174,7 +176,7 @@ class MegatronBackend(TorchBackend):
             self.scheduler.step(increment=1)
 
     def learning_rate(self) -> float:
-        """See `PolicyBackend.learning_rate`. It is 0 without an optimizer."""
+        """See `PolicyBackend.learning_rate`. The rate is 0 without an optimizer."""
         return self._optim.learning_rate(self.optimizer) if self.optimizer is not None else 0.0
 
     @override
@@ -224,7 +226,7 @@ class MegatronBackend(TorchBackend):
         return tensor.detach().to("cpu", copy=True)
 
     def prepared(self, paths: CheckpointPaths, keep: Keep) -> Iterator[Write]:
-        """See `TorchBackend.prepared`. With adapters it adds their files for other libraries."""
+        """See `TorchBackend.prepared`. With LoRA the adapters are also written in the format of PEFT."""
         from nemo_rl.models.megatron.checkpoints.run_state import prepared
         from nemo_rl.models.megatron.lora import save_adapter
 
@@ -251,7 +253,7 @@ class MegatronBackend(TorchBackend):
         """See `PolicyBackend.decoder_layers`.
 
         Raises:
-            ConfigError: the stages are interleaved, so that layers also run for filler microbatches.
+            ConfigError: the stages are interleaved. Their layers also run for microbatches that only fill a group.
         """
         if len(self.chunks) > 1:
             raise ConfigError(
@@ -307,7 +309,7 @@ class MegatronBackend(TorchBackend):
 
 def _model_config(config: PolicyConfig) -> PretrainedConfig:
     """Load the model's configuration, which for a reward model is a sequence classifier with one label."""
-    model_folder(config.model_name)  # first: of the ranks of a machine, one asks the hub for files
+    model_folder(config.model_name)  # before the next line, so that only one rank of a machine asks the hub for files
     hf_config = load_model_config(config.model_name, config.hf_config_overrides)
     if config.reward_model_cfg.enabled:
         classes: Any = AutoModelForSequenceClassification._model_mapping
@@ -319,7 +321,7 @@ def _model_config(config: PolicyConfig) -> PretrainedConfig:
 def _loaded_chunks(
     hf_config: PretrainedConfig, config: PolicyConfig, precision: torch.dtype, device: torch.device, seed: int
 ) -> list[Any]:
-    """Build this rank's virtual stages and load their weights from the files, in a collective call."""
+    """Build this rank's virtual stages and load their weights from Hugging Face files, in a collective call."""
     from nemo_rl.models.megatron.conversion.importer import load_huggingface
     from nemo_rl.models.megatron.model.build import build_chunks, require_packed_attention, uses_transformer_engine
     from nemo_rl.models.megatron.schedule import prepare

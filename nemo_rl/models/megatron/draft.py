@@ -23,10 +23,11 @@ from nemo_rl.models.megatron.parallel import ParallelGroups
 def draft_trainer(
     config: PolicyConfig, chunks: Sequence[Any], groups: ParallelGroups, device: torch.device, seed: int
 ) -> DraftTrainer:
-    """Build the draft model, its optimizer and its hooks on a model without stages, in a collective call.
+    """Build the draft model, its optimizer, and its hooks on the policy, in a collective call.
 
     Args:
-        chunks: the rank's only chunk.
+        config: the policy section; the model has no pipeline stages.
+        chunks: the only chunk of this rank.
         device: device on which this rank computes.
         seed: run seed, for the weights of a new draft model.
     """
@@ -53,7 +54,7 @@ def draft_trainer(
 
 
 def draft_rows(inputs: RankInputs) -> DraftRows:
-    """Describe the tokens of a microbatch."""
+    """Return the positions, scored tokens and sequence boundaries of a microbatch, as the draft model needs them."""
     positions_bt = inputs.arguments["position_ids"]
     rows, width = positions_bt.shape
     places_k = inputs.positions_k % rows * width + inputs.positions_k // rows
@@ -64,7 +65,7 @@ def draft_rows(inputs: RankInputs) -> DraftRows:
 
 
 def _optimizer(draft: DraftModel, wanted: MegatronOptimizerConfig) -> Optimizer:
-    """Build the optimizer of `policy.megatron_cfg.optimizer`, without weight decay of vectors."""
+    """Build the optimizer with the settings of `policy.megatron_cfg.optimizer`. Vectors get no weight decay."""
     matrices = [parameter for parameter in draft.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in draft.parameters() if parameter.dim() < 2]
     groups = [

@@ -1,11 +1,11 @@
 """Convert a microbatch to this rank's inputs of Megatron Core's GPTModel, and locate its scored tokens.
 
-Rows are padded, `[b, T]` under causal attention without a mask tensor, or packed end to end (`thd`). Context-parallel
-ranks cut every sequence into `2 cp` equal chunks, and rank r has chunk r and chunk `2 cp - 1 - r`. So every sequence is
-padded to a multiple of `2 cp` tokens, at its end, which no earlier token attends to.
+Rows are padded (`[b, T]` under causal attention without a mask tensor), or concatenated to a packed row (`thd`).
+Context-parallel ranks cut every sequence into `2 cp` equal chunks, and rank r has chunk r and chunk `2 cp - 1 - r`. So
+every sequence is padded at its end to a multiple of `2 cp` tokens. No earlier token attends to the padding.
 
-Invariant: all K scored tokens are on exactly one context-parallel rank, whatever the layout.
-Legend: `T` tokens of a row, `t` those of this rank, `N` tokens of a packed row, `k` scored tokens of this rank.
+Invariant: each of the K scored tokens is on exactly one context-parallel rank.
+Legend: `T` tokens of a row, `t` tokens of a row on this rank, `k` scored tokens on this rank.
 """
 
 import math
@@ -31,20 +31,20 @@ class TokenDivision:
     cp: int = 1
     """Number of context-parallel ranks."""
     cp_rank: int = 0
-    """This rank among them."""
+    """This rank's number among the context-parallel ranks."""
     sp: int = 1
     """Number of ranks that divide a context-parallel rank's tokens between layers (sequence parallelism)."""
     sp_rank: int = 0
-    """This rank among them."""
+    """This rank's number among the ranks of sequence parallelism."""
 
     @property
     def of_sequence(self) -> int:
-        """The length of a sequence must be a multiple of this number of tokens."""
+        """Number of tokens of which the length of every sequence must be a multiple."""
         return 2 * self.cp if self.cp > 1 else 1
 
     @property
     def of_row(self) -> int:
-        """The length of a row must be a multiple of this number of tokens."""
+        """Number of tokens of which the length of every row must be a multiple."""
         return math.lcm(self.of_sequence, self.cp * self.sp)
 
 
@@ -53,9 +53,9 @@ class FurtherTokens:
     """The tokens that one multi-token-prediction layer predicts."""
 
     positions_n: Tensor
-    """Indices in the flattened hidden states `[t, b]` from which it predicts."""
+    """Indices in the flattened hidden states `[t, b]` from which the layer predicts."""
     targets_n: Tensor
-    """The tokens, int64."""
+    """Ids of the tokens to predict, int64."""
 
 
 @dataclass(frozen=True)
@@ -67,28 +67,28 @@ class RankInputs:
     positions_k: Tensor
     """Indices of the scored tokens in the flattened hidden states `[t, b]`."""
     targets_k: Tensor
-    """As `ModelInputs.targets_K`, for these tokens."""
+    """The rows of `ModelInputs.targets_K` for the scored tokens of this rank."""
     places_k: Tensor
-    """Indices of these tokens among the microbatch's K scores."""
+    """Indices of this rank's scored tokens among the microbatch's K scores."""
     num_scores: int
-    """K."""
+    """Number K of scores of the whole microbatch."""
     real_tokens: Tensor
     """`[b, t]` bool, False on padding."""
     unfiltered: bool = False
-    """As in `ModelInputs`."""
+    """See `ModelInputs`."""
     top_k: TopK | None = None
-    """As in `ModelInputs`."""
+    """See `ModelInputs`."""
     routed_experts: Tensor | None = None
-    """`[b, t, L, k]`, as in `ModelInputs`, of this rank's tokens."""
+    """`[b, t, L, k]` recorded experts of this rank's tokens; see `ModelInputs`."""
     further: tuple[FurtherTokens, ...] = ()
     """The tokens of each multi-token-prediction layer."""
 
     def between_layers(self, division: TokenDivision) -> Tensor:
-        """Return `real_tokens` `[b, t / sp]` of the tokens that this rank has between layers."""
+        """Return `real_tokens` of the tokens `[b, t / sp]` that this rank holds between layers."""
         return self.real_tokens.chunk(division.sp, dim=1)[division.sp_rank]
 
     def experts_between_layers(self, division: TokenDivision) -> Tensor | None:
-        """Return `routed_experts` `[b, t / sp, L, k]` of the same tokens."""
+        """Return `routed_experts` `[b, t / sp, L, k]` of the tokens that this rank holds between layers, or None."""
         experts = self.routed_experts
         return None if experts is None else experts.chunk(division.sp, dim=1)[division.sp_rank]
 
@@ -97,7 +97,7 @@ def rank_inputs(inputs: ModelInputs, division: TokenDivision, num_further: int =
     """Return this rank's part of a microbatch.
 
     Args:
-        inputs: the microbatch, equal on all ranks that share it.
+        inputs: the microbatch, equal on all ranks that divide its tokens or layers.
         division: division of the tokens among ranks.
         num_further: number of multi-token-prediction layers, which predict the scored tokens from earlier positions.
     """
@@ -105,7 +105,7 @@ def rank_inputs(inputs: ModelInputs, division: TokenDivision, num_further: int =
     tokens = inputs.model_inputs["input_ids"]
     rows, width = tokens.shape
     device, send = tokens.device, partial(to_device, device=tokens.device)
-    scored_K = inputs.positions_K.cpu()  # places are computed on the host: on a GPU most steps would wait for it
+    scored_K = inputs.positions_K.cpu()  # indices are computed on the host, because most steps would wait for a GPU
     old = [0, width] if bounds is None else bounds.tolist()
     new = _padded_bounds(old, division)
     source_T, own_t = _source_tokens(old, new), _own_tokens(new, division)
@@ -142,32 +142,32 @@ def rank_inputs(inputs: ModelInputs, division: TokenDivision, num_further: int =
 
 
 def without_scores(inputs: RankInputs) -> RankInputs:
-    """Return the same tokens without scored ones."""
+    """Return inputs with the same tokens, of which none is scored."""
     none = {name: getattr(inputs, name)[:0] for name in ("positions_k", "targets_k", "places_k")}
     further = tuple(FurtherTokens(each.positions_n[:0], each.targets_n[:0]) for each in inputs.further)
     return replace(inputs, **none, num_scores=0, unfiltered=False, top_k=None, further=further)
 
 
 def row_order(num_tokens: int, division: TokenDivision) -> Tensor:
-    """Return `[T]`, the index of each token of a row in the end-to-end parts of all context-parallel ranks."""
+    """Return `[T]`: the index of each token of a row in the concatenated parts of all context-parallel ranks."""
     parts = [_own_tokens([0, num_tokens], TokenDivision(division.cp, rank)) for rank in range(division.cp)]
     return torch.cat(parts).argsort()
 
 
 def _padded_bounds(bounds: Sequence[int], division: TokenDivision) -> list[int]:
-    """Return the bounds of the padded sequences, and of a last sequence that fills the row."""
+    """Return the bounds of the padded sequences. A last sequence may be added to fill the row."""
     padded = [0]
     for start, stop in pairwise(bounds):
         padded.append(padded[-1] + round_up(stop - start, division.of_sequence))
     total = round_up(padded[-1], division.of_row)
     if total > padded[-1]:
-        # A row that is not packed is one longer sequence; a packed row gets another sequence.
+        # The only sequence of a row that is not packed becomes longer; a packed row gets another sequence of padding.
         padded = [*padded, total] if len(bounds) > 2 else [0, total]
     return padded
 
 
 def _source_tokens(old: Sequence[int], new: Sequence[int]) -> Tensor:
-    """Return `[T]` int64, the index in the old row of each token of the new row, or -1 for padding."""
+    """Return `[T]` int64: for each token of the new row its index in the old row, or -1 for padding."""
     source = torch.full((new[-1],), -1, dtype=torch.int64)
     for (start, stop), begin in zip(pairwise(old), new, strict=False):
         source[begin : begin + stop - start] = torch.arange(start, stop)
@@ -175,7 +175,7 @@ def _source_tokens(old: Sequence[int], new: Sequence[int]) -> Tensor:
 
 
 def _own_tokens(bounds: Sequence[int], division: TokenDivision) -> Tensor:
-    """Return `[t]` int64, the indices in the row of this rank's tokens, in the rank's order."""
+    """Return `[t]` int64: the index in the row of each of this rank's tokens, in the rank's order."""
     if division.cp == 1:
         return torch.arange(bounds[-1])
     mine = (division.cp_rank, 2 * division.cp - 1 - division.cp_rank)
@@ -194,7 +194,7 @@ def _moved(rows: Tensor, source_t: Tensor, padding: int = 0) -> Tensor:
 
 
 def _starts(bounds: Sequence[int]) -> Tensor:
-    """Return `[T]`, the start of each token's sequence."""
+    """Return `[T]`: for each token, the index of the first token of its sequence."""
     lengths = torch.tensor([stop - start for start, stop in pairwise(bounds)])
     return torch.repeat_interleave(torch.tensor(bounds[:-1]), lengths)
 

@@ -1,25 +1,24 @@
 """LoRA in the Megatron backend: low-rank adapters on Megatron Core's linear layers, and their files.
 
-Low-rank adapters on Megatron Core's linear layers, with tensor, sequence, pipeline and context parallelism.
-
-`y = x W^T + (alpha / dim) x A^T B^T`. A layer with divided rows has the same rows of B and the whole A. A layer with
-divided columns has the same columns of A and the whole B. An undivided layer has both whole. The activations between A
-and B have width `dim`, and only these are communicated:
+An adapted layer computes `y = x W^T + (alpha / dim) x A^T B^T`, with tensor, sequence, pipeline and context
+parallelism. If ranks divide the rows of W, they divide the rows of B too, and each has the whole A. If ranks divide the
+columns of W, they divide the columns of A too, and each has the whole B. For an undivided layer each rank has both
+whole. Only the activations between A and B, of width `dim`, are communicated:
 
     rows divided       x [s, b, in] A^T, gathered along the sequence (or with summed gradient), then own rows of B
     columns divided    own columns of x and A, summed, or summed and scattered along the sequence, then B
 
-If tensor-parallel ranks have different tokens (sequence parallelism), a whole A or B has the gradient of its rank's
-tokens only. Such a parameter is marked `sequence_parallel`, and Megatron Core sums its gradient like those of norms. In
-all other cases each rank has the whole gradient of its parameters.
+If tensor-parallel ranks have different tokens (sequence parallelism), the gradient of a whole A or B comes from the
+rank's own tokens only. Such a parameter is marked `sequence_parallel`, and Megatron Core sums its gradient over the
+ranks, as it does for norms. In all other cases each rank has the whole gradient of its parameters.
 
-Invariant: base weights never change; values do not depend on the mesh; code outside of this package sees merged
-weights.
+A checkpoint holds base weights and adapters among its tensors, from which a run resumes. It also holds a copy of the
+adapter in `adapter/`, in the format of the PEFT library and under Hugging Face names. A layer of Megatron Core may
+combine several hub layers (query, key and value, or gate and up). These share the layer's A, and each has its own rows
+of B.
 
-Write adapters of Megatron Core's layers in the format of the PEFT library, under Hugging Face names. A layer of
-Megatron Core may stack several hub layers (query, key and value; gate and up). These share its A, and each has its own
-rows of B. A checkpoint holds base and adapters in its tensors, from which a run resumes, and a copy of the adapter in
-`adapter/` for other libraries. Invariant: base plus `adapter/` is the merged model.
+Invariant: base weights never change. Values do not depend on the mesh. Code outside of this package sees merged
+weights. Base plus `adapter/` is the merged model.
 """
 
 import json
@@ -91,23 +90,23 @@ class Adapter:
     """The dimension of the layer's weight that tensor-parallel ranks divide: its rows (called column-parallel in
     Megatron Core, which transposes), its columns, or None."""
     group: dist.ProcessGroup
-    """These ranks."""
+    """The tensor-parallel ranks."""
     sequence_parallel: bool
-    """Whether these ranks have different tokens outside of divided layers."""
+    """Whether the tensor-parallel ranks have different tokens outside of divided layers."""
     gated: bool
-    """Whether the rows are those of gate above up."""
+    """Whether the layer's rows are those of gate, followed by those of up."""
     scaling: float
-    """Alpha / dim."""
+    """Factor of the adapter's output, `alpha / dim`."""
     dropout: float
     """Dropout probability in training."""
     dropout_position: str
     """Place of the dropout: on the input (`pre`) or on the output (`post`)."""
     active: bool = True
-    """False computes the base layer only."""
+    """Whether the layer adds the adapter's output."""
 
     @property
     def dims(self) -> dict[str, int]:
-        """Dimension along which each divided parameter is divided."""
+        """Dimension along which ranks divide a parameter of the adapter, by name, for divided parameters only."""
         return {"rows": {"lora_B": 0}, "columns": {"lora_A": 1}}.get(self.divided or "", {})
 
     def update(self, x: Tensor, a: Tensor, b: Tensor, training: bool) -> Tensor:
@@ -137,7 +136,11 @@ class Adapter:
         return self.scaling * update
 
     def _dropped(self, x: Tensor, training: bool, *, differs: bool) -> Tensor:
-        """Apply dropout, with different masks on tensor-parallel ranks if `differs`: they hold different values."""
+        """Apply dropout.
+
+        Args:
+            differs: whether tensor-parallel ranks hold different values of x, and so must draw different masks.
+        """
         if self.dropout == 0.0 or not training:
             return x
         if not differs:
@@ -148,7 +151,7 @@ class Adapter:
 
 @cache
 def _adapted(linear: Any) -> type[nn.Module]:
-    """Return a class of linear layers with an adapter, to which `_adapt` changes a layer."""
+    """Return a subclass of a linear layer that has an adapter. `_adapt` sets it as the class of a layer."""
     if (parts := getattr(linear, "output_norm", None)) is not None:
         inner: Any = _adapted(parts[0])
         return with_output_norm(inner, parts[1])
@@ -166,7 +169,7 @@ def _adapted(linear: Any) -> type[nn.Module]:
         def sharded_state_dict(
             self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
         ) -> dict[str, Any]:
-            """Return Megatron Core's state with the adapter's parameters, which it would otherwise treat as whole."""
+            """Return the sharded state. Without this method Megatron Core would treat adapters as undivided."""
             assert metadata is not None
             groups = {"tp_group": self.adapter.group, "dp_cp_group": metadata["dp_cp_group"]}
             if hasattr(linear, "sharded_state_dict"):
@@ -193,12 +196,13 @@ def apply_lora(
         chunks: the rank's virtual stages, unwrapped.
         hf_config: Hugging Face configuration of the model.
         config: the section `policy.megatron_cfg.peft`.
+        seed: run seed, for the initial values of A.
 
     Returns:
-        Names of the adapted layers of the whole model, in its order.
+        Names of the adapted layers of the whole model, in model order.
 
     Raises:
-        ConfigError: a pattern matches no linear layer, or no layer is left.
+        ConfigError: a pattern matches no linear layer, or no layer is selected.
     """
     rules = rules_for(hf_config)
     names = select_layers(linear_layers(rules), config.target_modules, config.exclude_modules, SECTION)
@@ -211,7 +215,7 @@ def apply_lora(
             if name in names:
                 _adapt(module, name, model.config, config, seed)
         if model.pre_process:
-            # With a frozen embedding no gradient would flow through recomputed layers or layers without adapters.
+            # The embedding is frozen, so its output needs a gradient before recomputed layers can have gradients.
             model.embedding.register_forward_hook(_with_gradient)
     has_experts = any(rule.expert is not None for rule in rules.by_parameter.values())
     logger.info(
@@ -230,7 +234,7 @@ def linear_layers(rules: Rules) -> list[str]:
 
 
 def adapted_modules(chunks: Sequence[nn.Module]) -> dict[str, Any]:
-    """Return this rank's adapted layers by their names in the whole model, or none without LoRA."""
+    """Return this rank's adapted layers by their names in the whole model. The dict is empty without LoRA."""
     modules = (module for chunk in chunks for module in unwrap(chunk).modules())
     return {module.adapter.name: module for module in modules if isinstance(getattr(module, "adapter", None), Adapter)}
 
@@ -249,21 +253,21 @@ def check_adapters_moved(chunks: Sequence[nn.Module]) -> None:
 
 
 class MergedWeights:
-    """Maps parameters to exported weights, with their adapters merged.
+    """Callable that maps a parameter to its exported weight, with the adapter merged if the layer has one.
 
     Args:
         chunks: the rank's virtual stages.
-        dtype: dtype of the exported weights; None keeps their own.
+        dtype: dtype in which weights are exported; None means the dtype of each parameter.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], dtype: torch.dtype | None) -> None:
         self._adapted = {id(module.weight): module for module in adapted_modules(chunks).values()}
         self._dtype = dtype
         self.differ = False
-        """Whether any merged weight so far differs from its base weight in that dtype."""
+        """Whether any merged weight so far differs from its base weight, after both are rounded to `dtype`."""
 
     def __call__(self, parameter: Tensor) -> Tensor:
-        """Return this rank's shard of a parameter, or with an adapter the new tensor `W + (alpha / dim) B A`."""
+        """Return this rank's shard of a parameter, or a new tensor `W + (alpha / dim) B A` if the layer is adapted."""
         module = self._adapted.get(id(parameter))
         if module is None:
             return parameter.detach()
@@ -321,12 +325,15 @@ def save_adapter(
     weights_path: Path,
     keep: Keep = as_it_is,
 ) -> Write:
-    """Prepare to write the adapter, with all ranks taking part and rank 0 writing.
+    """Prepare to write the adapter. All ranks take part, and rank 0 writes.
 
     Args:
         chunks: the rank's virtual stages, wrapped or not.
         hf_config: Hugging Face configuration of the model.
+        config: the section `policy.megatron_cfg.peft`.
+        base_name: name of the base model, written into the adapter's configuration.
         names: names of the adapted layers, from `apply_lora`.
+        weights_path: weights folder of the checkpoint.
         keep: applied to every tensor that will be written.
     """
     rules = rules_for(hf_config)
@@ -340,10 +347,10 @@ def save_adapter(
 
 
 def check_adapter(weights_path: Path, config: MegatronPeftConfig) -> None:
-    """Refuse a checkpoint whose use of LoRA, or whose LoRA dimension or alpha, differs from the configuration.
+    """Refuse a checkpoint if it uses LoRA and the configuration does not, or the reverse, or if dim or alpha differ.
 
     Raises:
-        CheckpointError: names the keys to set.
+        CheckpointError: the checkpoint is refused; the message names the keys to set.
     """
     file = weights_path / ADAPTER_FOLDER / CONFIG_FILE
     if file.exists() != config.enabled:
@@ -365,7 +372,7 @@ def check_adapter(weights_path: Path, config: MegatronPeftConfig) -> None:
 
 
 def _hub_layers(rule: Rule) -> list[str]:
-    """Return the hub layers that make up the weight of a layer."""
+    """Return the names of the hub layers that make up a layer of Megatron Core."""
     return [part.name.removesuffix(".weight") for part in rule.parts]
 
 

@@ -1,14 +1,13 @@
 """Check before Ray starts that Megatron Core can train on a mesh, and predict the memory of each of its ranks.
 
-Check before Ray starts, from the model's configuration only, that Megatron Core can train on a mesh. Does not import
-megatron. Invariant: all findings are reported together, with the arithmetic and the nearest valid choice.
+`check_mesh` needs only the model's configuration. Invariant: all findings are reported together, with the arithmetic
+and the nearest valid choice.
 
-Predict the memory of each rank of Megatron Core, as `dtensor.mesh_check` does for FSDP. Unlike with FSDP,
-data-parallel ranks do not shard weights and gradient buffers; they shard the optimizer's float32 state (ZeRO-1,
-Rajbhandari et al. 2020, arXiv:1910.02054). Activations are those of plain PyTorch layers, divided as in Korthikanti et
-al. 2022 (arXiv:2205.05198); Transformer Engine's fused layers keep less. Does not import megatron.
-
-Invariant: as in `models.capacity.memory`.
+`MeshPlace` predicts the memory of a rank, as `dtensor.mesh_check` does for FSDP; the invariant of
+`models.capacity.memory` holds here too. Data-parallel ranks of Megatron Core do not shard weights and gradient buffers,
+but only the optimizer's float32 state (ZeRO-1, Rajbhandari et al. 2020, arXiv:1910.02054). Activations are those of
+plain PyTorch layers, divided as in Korthikanti et al. 2022 (arXiv:2205.05198). Transformer Engine's fused layers keep
+fewer of them. The module does not import megatron.
 """
 
 from collections.abc import Iterator
@@ -30,7 +29,7 @@ _FIRST, _LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeli
 def check_mesh(
     policy: PolicyConfig, layout: ParallelLayout, model: PretrainedConfig, section: str = "policy"
 ) -> Findings:
-    """Find the reasons why Megatron Core cannot train a model, or run it for inference, on a mesh.
+    """Yield the reasons why Megatron Core cannot train a model, or run it for inference, on a mesh.
 
     Args:
         layout: axis sizes, from the section and the number of ranks.
@@ -57,7 +56,7 @@ def check_mesh(
 
 
 def _check_sequence_parallel(mesh: Mesh, asked: MegatronConfig, *, trains: bool) -> Findings:
-    """Check that sequence parallelism has ranks to divide sequences, and is on if tensor parallelism needs it."""
+    """Check that sequence parallelism is on only with tensor parallelism, and is on if tensor parallelism needs it."""
     if asked.sequence_parallel and mesh.layout.tp == 1:
         yield (
             f"{mesh.keys}.sequence_parallel=true divides sequences among the ranks of {mesh.name('tp')}. Set it to "
@@ -78,7 +77,7 @@ def _check_sequence_parallel(mesh: Mesh, asked: MegatronConfig, *, trains: bool)
 
 
 def _check_expert_parts(mesh: Mesh) -> Findings:
-    """Check that the ranks that divide each expert have equal parts of it."""
+    """Check that expert-tensor-parallel ranks can divide each expert into equal parts."""
     if mesh.asked.size("etp") == 1:
         return
     if mesh.experts is None:
@@ -105,7 +104,7 @@ def _check_dispatcher(mesh: Mesh, asked: MegatronConfig) -> Findings:
 
 
 def _check_pipeline(mesh: Mesh, asked: MegatronConfig) -> Findings:
-    """Check that all chunks have the same number of layers, except chunks of the first and last stage."""
+    """Check that all chunks of layers have the same size, except in a first or last stage with a configured size."""
     pp, chunks = mesh.layout.pp, mesh.asked.size("virtual")
     ends = {key: count for key in (_FIRST, _LAST) if (count := getattr(asked, key)) is not None}
     written = [f"{key}={count}" for key, count in ends.items()] + ([mesh.name("virtual")] if chunks > 1 else [])
@@ -130,7 +129,11 @@ def _check_pipeline(mesh: Mesh, asked: MegatronConfig) -> Findings:
 
 
 def _fits(layers: int, stages: int, chunks: int, ends: dict[str, int]) -> bool:
-    """Return whether the layers, except layers of the first and last stage, divide into equal chunks."""
+    """Return whether the layers divide into equal chunks.
+
+    Args:
+        ends: configured numbers of layers of the first and the last stage, which are excluded.
+    """
     if stages == 1:
         return not ends and chunks == 1
     rest, others = layers - sum(ends.values()), stages - len(ends)
@@ -154,9 +157,9 @@ def _arithmetic(layers: int, stages: int, chunks: int, ends: dict[str, int]) -> 
 
 
 def _last_stages(layers: int, stages: int, chunks: int) -> Iterator[int]:
-    """Yield the layers of a shorter last stage that leave equal other stages, largest first.
+    """Yield, largest first, the numbers of layers of a last stage with which all other stages are equal.
 
-    The last stage also has the vocabulary.
+    The last stage gets fewer layers than the others, because it also has the output head.
     """
     for last in range(layers // stages, 0, -1):
         if last % chunks == 0 and _fits(layers, stages, chunks, {_LAST: last}):
@@ -167,7 +170,7 @@ _SELECTIVE = "Selective recomputation saves some of the activations; they are co
 
 
 def stage_layers(total: int, stages: int, section: MegatronConfig) -> list[range]:
-    """Return the decoder layers of each pipeline stage, for sizes that `mesh_check` has accepted."""
+    """Return the decoder layers of each pipeline stage, for a configuration without findings of `check_mesh`."""
     first, last = section.num_layers_in_first_pipeline_stage, section.num_layers_in_last_pipeline_stage
     given = (first or 0) + (last or 0)
     size = (total - given) // max(stages - bool(first) - bool(last), 1)
@@ -182,13 +185,13 @@ class MeshPlace(RankMemory):
 
     @property
     def layers(self) -> list[int]:
-        """Decoder layers of the stage, plus the last one again for each multi-token-prediction layer of equal size."""
+        """Decoder layers of the stage. The last one is repeated for each multi-token-prediction layer (equal size)."""
         own = list(stage_layers(len(self.trace.layers), self.layout.pp, self.policy.megatron_cfg)[self.stage])
         return own + own[-1:] * self._mtp_layers
 
     @property
     def _mtp_layers(self) -> int:
-        """Number of multi-token-prediction layers, which the last stage has."""
+        """Number of multi-token-prediction layers of this stage. Only the last stage has any."""
         return self.policy.megatron_cfg.mtp_num_layers if self.has_head else 0
 
     def plan(self) -> MemoryPlan:
@@ -219,12 +222,12 @@ class MeshPlace(RankMemory):
         """Number of elements outside of routed experts."""
         inside = sum(self._part(self.trace.layers[index]) for index in self.layers)
         inside += self._mtp_layers * 2 * self.trace.hidden**2 / self.layout.tp
-        if self._mtp_layers and self.layout.pp > 1:  # they embed tokens themselves
+        if self._mtp_layers and self.layout.pp > 1:  # multi-token prediction needs its own copy of the embedding
             inside += self.model.vocab_size * self.trace.hidden / self.layout.tp
         return inside + sum(each.matrices / self.layout.tp + each.vectors for each in self.outside)
 
     def _part(self, layer: Parameters) -> float:
-        """Count a rank's elements of a layer, with whole routers and down projections of latent attention."""
+        """Return the number of a layer's elements on this rank. Routers and latent down projections are not divided."""
         latent, experts = getattr(self.model, "kv_lora_rank", None), self._count("n_routed_experts", "num_experts")
         width = latent + self.model.qk_rope_head_dim + (self.model.q_lora_rank or 0) if latent else 0
         whole = self.trace.hidden * (width + (experts if layer.experts else 0))
@@ -241,20 +244,23 @@ class MeshPlace(RankMemory):
 
     @property
     def _adapters(self) -> float:
-        """Upper bound on the elements of the stage's adapters, which are undivided and not on routed experts."""
+        """Upper bound of the number of elements in the adapters of the stage, which counts them as undivided."""
         peft = self.policy.megatron_cfg.peft
         return self.trace.linears * peft.dim * len(self.layers) / len(self.trace.layers) if peft.enabled else 0.0
 
     @property
     def _copies(self) -> tuple[int, float]:
-        """Numbers of ranks that hold the same dense weights, and that hold the same experts."""
+        """Number of ranks that hold the same dense weights, and number of ranks that hold the same experts."""
         layout, parts = self.layout, self.layout.ep * self.policy.megatron_cfg.expert_tensor_parallel_size
         same = layout.data_parallel_size * layout.cp
         return same, same * layout.tp / parts
 
     @property
     def _trained(self) -> tuple[float, float]:
-        """Numbers of elements with a gradient, outside of and in routed experts, or of adapters only with LoRA."""
+        """Number of trained elements outside of routed experts, and number of those in routed experts.
+
+        With LoRA only adapters are trained.
+        """
         return (self._adapters, 0.0) if self.policy.megatron_cfg.peft.enabled else (self._dense, self._experts)
 
     @property
@@ -281,8 +287,8 @@ class MeshPlace(RankMemory):
 
     def _training(self) -> dict[str, Moment]:
         kept, again = self._activations()
-        # The backward pass of the head also needs the hidden states of all tokens that it works on (`hidden`) and the
-        # head's float32 copy and gradient (`2 * self.head`).
+        # The backward pass of the head also needs the hidden states of all tokens (`hidden`), and the head's float32
+        # copy and gradient (`2 * self.head`).
         states = self.has_head * (2 + self._mtp_layers)
         hidden = states * self.tokens * self.trace.hidden * self.itemsize
         wide = self._updated * WIDE if self._gradient_size < WIDE else 0.0
@@ -315,7 +321,7 @@ class MeshPlace(RankMemory):
     def _kept(self, index: int) -> float:
         """Return the bytes that a layer keeps for one microbatch.
 
-        Sequence parallelism also divides the inputs of the blocks, which are gathered again in the backward pass.
+        Sequence parallelism also divides the kept inputs of attention and MLP, which the backward pass gathers again.
         """
         layout, each = self.layout, self.trace.activations[index]
         sharing = layout.tp if self.policy.megatron_cfg.sequence_parallel else 1
@@ -324,11 +330,11 @@ class MeshPlace(RankMemory):
         return (each.outside + each.into_blocks) / sharing + inside
 
     def _other_code(self, index: int) -> float:
-        """Return the bytes that Megatron Core's blocks keep beyond the bytes of transformers' blocks.
+        """Return the number of bytes that a layer of Megatron Core keeps beyond those of a layer of transformers.
 
-        Values are a view of the product that also holds queries and keys, so the whole product is kept. On CPUs the
-        output of attention is copied. In a gated feed-forward layer plain code keeps one more tensor of its width,
-        `up + offset` (`megatron.core.transformer.mlp`), and a fused kernel keeps one less.
+        Queries, keys and values are views of one product. Values are kept, and so is the whole product. On CPUs the
+        output of attention is copied. A gated feed-forward layer without a fused kernel keeps one more tensor of the
+        inner width, `up + offset` (`megatron.core.transformer.mlp`). With a fused kernel it keeps one tensor less.
         """
         model, numbers = self.model, 0
         if not getattr(model, "kv_lora_rank", None):

@@ -1,7 +1,7 @@
-"""Megatron Core's data parallelism, optimizer and schedule, from `policy.megatron_cfg`.
+"""Megatron Core's data parallelism, optimizer and schedule, built from `policy.megatron_cfg`.
 
-Invariant: an update whose gradient is not finite changes only the gradients, which are zero after it.
-As in Megatron Core, biases and other vectors (norms) have no weight decay.
+Invariant: an update whose gradient is not finite changes no weight and no optimizer state, and only sets the gradients
+to zero. As in Megatron Core, biases and other vectors (norms) have no weight decay.
 """
 
 import logging
@@ -61,7 +61,7 @@ def with_gradients(chunks: Sequence[Any], section: MegatronConfig) -> list[Distr
 def build_optimizer(
     chunks: Sequence[DistributedDataParallel], section: MegatronConfig, *, precision: torch.dtype
 ) -> MegatronOptimizer:
-    """Build the optimizer of `policy.megatron_cfg.optimizer`.
+    """Build the optimizer from `policy.megatron_cfg.optimizer`.
 
     Args:
         chunks: result of `with_gradients`.
@@ -87,7 +87,7 @@ def build_optimizer(
         fp16=precision is torch.float16,
         params_dtype=precision,
         use_distributed_optimizer=distributed,
-        # Megatron Core's optimizer for two devices can be loaded in this mode only.
+        # If a part of the weights is updated on the host, Megatron Core can load a checkpoint only in this mode.
         use_precision_aware_optimizer=offloads or (on_gpu and distributed and _holds_its_state(section, precision)),
         store_param_remainders=False,
         clip_grad=wanted.clip_grad or 0.0,
@@ -104,9 +104,10 @@ def is_on_gpu(chunks: Sequence[Any]) -> bool:
 def _holds_its_state(section: MegatronConfig, precision: torch.dtype) -> bool:
     """Return whether to use Transformer Engine's Adam, which itself holds float32 copies of 16-bit weights.
 
-    It could store only the 16 bits of each float32 weight that the bfloat16 weight lacks (`store_param_remainders`),
-    which saves 2 bytes per weight, divided by the data-parallel ranks. But Megatron Core 0.19 saves those bits as if
-    they were the weight (`DistributedOptimizer.get_parameter_state_dp_zero`), so whole weights are kept.
+    Its option `store_param_remainders` would store only the 16 bits of each float32 weight that the bfloat16 weight
+    lacks. This would save 2 bytes per weight, divided by the number of data-parallel ranks. The option is not used,
+    because Megatron Core 0.19 saves these bits as if they were the weight
+    (`DistributedOptimizer.get_parameter_state_dp_zero`).
     """
     wanted = section.optimizer
     asked = wanted.use_precision_aware_optimizer and wanted.optimizer == "adam" and precision is not torch.float32
@@ -114,13 +115,13 @@ def _holds_its_state(section: MegatronConfig, precision: torch.dtype) -> bool:
 
 
 def build_scheduler(optimizer: MegatronOptimizer, section: MegatronConfig) -> OptimizerParamScheduler:
-    """Build the schedule of learning rate and weight decay, in training steps.
+    """Build the schedule of learning rate and weight decay, which advances once per training step.
 
     Args:
         section: `policy.megatron_cfg`.
 
     Raises:
-        ConfigError: the numbers of a schedule contradict each other.
+        ConfigError: the numbers of the schedule contradict each other.
     """
     rates, wanted = section.optimizer, section.scheduler
     falls, warmup = wanted.lr_decay_style != "constant", wanted.lr_warmup_iters
@@ -164,11 +165,11 @@ def clip_and_step(
 ) -> tuple[float, bool, list[str]]:
     """Clip gradients, update the weights and set gradients to zero, in a collective call.
 
-    Calls the parts of Megatron Core's `step` separately, because `step` updates even if the norm is not finite.
+    The parts of Megatron Core's `step` are called separately, because `step` updates even if the norm is not finite.
 
     Returns:
-        The norm before clipping, equal on all ranks; whether the update was made; and if it was not, the names of
-        this rank's gradients that are not finite.
+        The norm before clipping, equal on all ranks, whether the update was made, and the names of this rank's
+        gradients that are not finite if it was not made.
     """
     with parallel.cuda_names():
         overflow = optimizer.prepare_grads()
@@ -189,7 +190,7 @@ def _gradients(chunks: Sequence[DistributedDataParallel]) -> dict[str, torch.Ten
 
 
 def _norm_of_mtp(optimizer: MegatronOptimizer) -> float:
-    """Return the norm of gradients of detached multi-token-prediction layers, or 0, in a collective call."""
+    """Return the gradient norm of detached multi-token-prediction layers, or 0 without them, in a collective call."""
     squares = 0.0
     for part in parts_of(optimizer):
         if part.has_grad_norm_group(MTP_GRAD_NORM_GROUP):
@@ -199,7 +200,7 @@ def _norm_of_mtp(optimizer: MegatronOptimizer) -> float:
 
 
 def _clip(optimizer: MegatronOptimizer, norm: float, mtp_norm: float) -> None:
-    """Clip the gradients, for detached multi-token-prediction layers by their own norm."""
+    """Clip the gradients. Those of detached multi-token-prediction layers are clipped by their own norm."""
     for part in parts_of(optimizer):
         if part.config.clip_grad <= 0:
             continue
@@ -212,7 +213,7 @@ def _clip(optimizer: MegatronOptimizer, norm: float, mtp_norm: float) -> None:
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[Any]:
-    """Return the optimizers of experts and of other parameters, as far as this rank has parameters for them."""
+    """Return the optimizer of experts and that of other parameters, without those that have no parameters here."""
     parts: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
 
@@ -222,9 +223,9 @@ def move_part(part: Any, memory: HostMemory, device: torch.device, *, to_host: b
     """Move an optimizer's moments and float32 weights from the device to host memory, or back.
 
     Args:
-        part: one of `parts_of`; parameters that it updates on the host (`optimizer_cpu_offload`) stay there.
+        part: one of `parts_of`. State of parameters that it updates on the host (`optimizer_cpu_offload`) stays there.
         memory: host memory for this part only.
-        to_host: move to the host; False moves back.
+        to_host: whether to move to the host; False moves back.
     """
     inner, kept = part.optimizer, _float32_weights(part)
     if isinstance(inner, HybridDeviceOptimizer):
@@ -243,7 +244,7 @@ def move_part(part: Any, memory: HostMemory, device: torch.device, *, to_host: b
 def _float32_weights(part: Any) -> list[torch.Tensor]:
     """Return the float32 copies that Megatron Core's optimizer keeps of 16-bit weights."""
     groups = getattr(part, "shard_fp32_from_float16_groups", None) or getattr(part, "fp32_from_float16_groups", [])
-    return [weight for group in groups for weight in group if weight is not None]  # None: the inner optimizer holds it
+    return [weight for group in groups for weight in group if weight is not None]  # None if torch's optimizer has it
 
 
 def zero_gradients(optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel]) -> None:
@@ -254,12 +255,12 @@ def zero_gradients(optimizer: MegatronOptimizer, chunks: Sequence[DistributedDat
 
 
 def learning_rate(optimizer: MegatronOptimizer) -> float:
-    """Return the learning rate of the parameters without a separate rate."""
+    """Return the current learning rate of the parameters that have no separate rate."""
     return float(get_canonical_lr_for_logging(optimizer.param_groups) or 0.0)
 
 
 def complete_weights(chunks: Sequence[Any]) -> None:
-    """Finish gathering the weights before they are read, as an update leaves this to the next forward pass."""
+    """Finish gathering the weights, so that they can be read. An update leaves this to the next forward pass."""
     for chunk in chunks:
         if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
             for bucket_group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:

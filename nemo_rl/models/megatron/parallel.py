@@ -1,12 +1,13 @@
-"""Start Megatron Core on this rank: process groups, random states, and a replacement of CUDA where there is none.
+"""Start Megatron Core on this rank: process groups, random states, and a replacement of CUDA on machines without GPU.
 
 Invariant: ranks are numbered as in `parallel_layout` (pp outermost, tp innermost), which is Megatron Core's order
-`tp-cp-ep-dp-pp`; every group has the timeout of the default group.
+`tp-cp-ep-dp-pp`. Every group has the timeout of the default group.
 
-Make Megatron Core run without CUDA by replacing the functions of `torch.cuda` that it calls unconditionally. Only for
-the process of a rank, which does nothing else. Megatron Core asks `torch.cuda` for the current device, for streams and
-for the state of the random generator, and uses the device name `cuda` in a few places. Invariant: the replaced places
-are those of one version; other versions are refused, because a missed place may give wrong numbers.
+On a machine without CUDA, `replace_cuda` replaces the functions of `torch.cuda` that Megatron Core calls
+unconditionally: for the current device, for streams, and for the state of the random generator. It also replaces the
+device name `cuda` in a few modules. This changes the whole process, so it is only for the process of a rank. Invariant:
+the replaced places are those of one release of Megatron Core. Other releases are refused, because a place that is not
+replaced may give wrong numbers.
 """
 
 import contextlib
@@ -33,12 +34,12 @@ from nemo_rl.utils.errors import ConfigError
 
 _CPU = torch.device("cpu")
 _NAMES_CUDA = ("pipeline_parallel.schedules", "models.common.embeddings.rope_utils")
-"""Modules that every microbatch runs through and that make tensors on the device `cuda` or in page-locked memory."""
+"""Modules that make tensors on the device `cuda` or in page-locked memory for every microbatch."""
 _installed = False
 
 
 def replace_cuda() -> None:
-    """Prepare this process, or do nothing on a machine with CUDA or when called again.
+    """Replace CUDA in this process, or do nothing if the machine has CUDA or the function was called before.
 
     Raises:
         ConfigError: the installed release of megatron-core is not the tested one.
@@ -48,7 +49,7 @@ def replace_cuda() -> None:
         return
     require_megatron_core()
     _answer_for_cuda()
-    # torch.compile would compile fused kernels, for seconds each; on CPUs they run uncompiled.
+    # torch.compile would take seconds for each fused kernel, so these kernels run uncompiled on CPUs.
     torch.compiler.set_stance("force_eager")
     importlib.import_module("megatron.core.jit").disable_jit_fuser()
     _replace_random_state()
@@ -60,10 +61,10 @@ def replace_cuda() -> None:
 
 
 def cuda_names() -> AbstractContextManager[None]:
-    """Run a block in which tensors report CUDA types but are made on the CPU, for code of an optimizer.
+    """Run a block in which tensors report CUDA types but are made on the CPU.
 
-    When an optimizer is made, steps or is loaded, Megatron Core compares `tensor.type()` with the names of CUDA's
-    types. Has no effect without `install`.
+    Megatron Core's optimizers compare `tensor.type()` with the names of CUDA types when they are made, updated or
+    loaded. The block has no effect if `replace_cuda` has not replaced CUDA.
     """
     return _cuda_names() if _installed else nullcontext()
 
@@ -82,14 +83,14 @@ class _CudaNames(TorchFunctionMode):
 
 
 def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a factory, changed to the CPU and to memory that is not page-locked."""
+    """Return the arguments of a function that makes tensors, changed to the CPU and to memory without page lock."""
     if str(kwargs.get("device")).startswith("cuda"):
         kwargs = kwargs | {"device": _CPU}
     return kwargs | {"pin_memory": False} if kwargs.get("pin_memory") else kwargs
 
 
 class _TorchOnCpu(ModuleType):
-    """Replacement for `torch` in a module of Megatron Core, whose factories make tensors on the CPU."""
+    """Replacement for `torch` in a module of Megatron Core. Functions such as `zeros` make tensors on the CPU."""
 
     def __init__(self) -> None:
         super().__init__("torch")
@@ -111,7 +112,7 @@ def _made_on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class _NoStream:
-    """A stream or an event of a device that finishes all work before a call returns."""
+    """A stream or an event for the CPU, where every call finishes its work before it returns."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -151,14 +152,14 @@ def _answer_for_cuda() -> None:
 
 
 def _replace_random_state() -> None:
-    """Make recomputed layers draw the same random numbers again, from the CPU's generator."""
+    """Make Megatron Core save and restore the CPU's generator, so that recomputed layers draw the same numbers."""
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
 
 
 def _replace_split_sizes() -> None:
-    """Convert the sizes of an exchange between experts to numbers, as Megatron Core does on GPUs only."""
+    """Convert the sizes of exchanges between experts to NumPy arrays, which Megatron Core does on GPUs only."""
     dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -169,7 +170,7 @@ def _replace_split_sizes() -> None:
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """Groups that divide this rank's layers and tokens, or None for an axis with one rank."""
+    """Groups of ranks that divide this rank's layers and tokens, or None for an axis with one rank."""
 
     tp: Group = None
     """Ranks that divide each layer and the vocabulary."""
@@ -182,12 +183,12 @@ class ParallelGroups:
 def start_model_parallel(
     layout: ParallelLayout, section: MegatronConfig, device: torch.device, seed: int = 0
 ) -> ParallelGroups:
-    """Make the groups in a collective call, after the default process group.
+    """Make the process groups of Megatron Core, in a collective call. The default process group must exist.
 
     Args:
         layout: sizes of the mesh axes.
         section: `policy.megatron_cfg`.
-        device: device on which this rank computes; on a CPU the process is prepared by this file.
+        device: device on which this rank computes; for a CPU, `replace_cuda` is called.
         seed: seed of the random states that Megatron Core keeps for dropout.
 
     Raises:
@@ -220,7 +221,7 @@ def start_model_parallel(
 
 
 def division_of(groups: ParallelGroups) -> TokenDivision:
-    """Return the division of a row's tokens, with this rank's part."""
+    """Return how ranks divide a row's tokens, with this rank's place among them."""
     cp, sp = groups.cp, groups.tp if groups.sequence_parallel else None
     return TokenDivision(
         cp=cp.size() if cp else 1,

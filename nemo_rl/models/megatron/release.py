@@ -1,14 +1,14 @@
-"""Check that the tested release of megatron-core, and an extension of APEX, are installed, importing neither."""
+"""Check that the tested release of megatron-core is installed, without importing it."""
 
 import importlib.metadata
 
 from nemo_rl.utils.errors import ConfigError
 
 TESTED_VERSION = "0.19.2"
-"""Release that `pyproject.toml` pins; in others, code that assumes CUDA, or a default, may have changed."""
+"""Release that `pyproject.toml` pins. In other releases, code that assumes CUDA or default values may differ."""
 
 FUSED_GRADIENTS = "fused_weight_gradient_mlp_cuda"
-"""Extension of APEX that fuses the product of a weight's gradient with its addition to the sum."""
+"""Extension of APEX that computes the gradient of a weight and adds it to the gradient buffer in one kernel."""
 MISSING_FUSED_GRADIENTS = (
     f"{{keys}}.gradient_accumulation_fusion=true needs the extension {FUSED_GRADIENTS} of NVIDIA's APEX, which is not "
     "installed. Build APEX with --cpp_ext and --cuda_ext (https://github.com/NVIDIA/apex), or set the key to false: "
@@ -17,7 +17,7 @@ MISSING_FUSED_GRADIENTS = (
 
 
 def missing_megatron_core() -> str | None:
-    """Return a message if megatron-core, or its tested release, is not installed, or else None."""
+    """Return a message if the tested release of megatron-core is not installed, or None if it is."""
     try:
         found = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:
@@ -26,13 +26,14 @@ def missing_megatron_core() -> str | None:
 
 
 def require_megatron_core(asked_by: str = "policy.megatron_cfg.enabled=true") -> None:
-    """Refuse a Python without megatron-core, or with another release than the tested one.
+    """Raise an error if the tested release of megatron-core is not installed.
 
     Args:
         asked_by: the setting that needs megatron-core, for the message.
 
     Raises:
-        ConfigError: it is missing; the message names the installed release and the command that installs the right one.
+        ConfigError: the tested release is not installed; the message names the installed release and the command that
+            installs the tested one.
     """
     missing = missing_megatron_core()
     if missing is None:

@@ -1,14 +1,14 @@
 """Routers of mixtures of experts in Megatron Core: how they spread tokens, and the replay of recorded choices.
 
-Measure how the tokens of an update are spread over the experts. Counts include all ranks and no padding, so they do not
-depend on how rows are divided into microbatches or among ranks. The auxiliary losses are Megatron Core's own.
+`ExpertLoad` measures how the tokens of an update are spread over the experts. Counts include all ranks and no padding,
+so they do not depend on how rows are divided into microbatches or among ranks. The auxiliary losses are Megatron Core's
+own.
 
-Make Megatron Core's routers choose recorded experts. Each router asks its attribute `router_replay` for the choice of
-experts. Megatron Core's own `RouterReplay` needs the experts of every token; `_LayerReplay` takes its place and lets
-the router choose where the engine has reported none. Weights come from the router's own scores, in Megatron Core's own
-code. Invariant: a token without recorded experts gets bit for bit what the router would choose.
-
-Source of the method: Rollout Routing Replay (Ma et al. 2025, arXiv:2510.11370).
+`MegatronReplayedRouters` makes routers choose recorded experts. Each router asks its attribute `router_replay` for the
+choice of experts. Megatron Core's own `RouterReplay` needs recorded experts for every token. `_LayerReplay` takes its
+place, and lets the router choose for tokens without recorded experts. Megatron Core computes the weights of the chosen
+experts from the router's own scores. Invariant: for a token without recorded experts the router's own choice stays, bit
+for bit. Source of the method: Rollout Routing Replay (Ma et al. 2025, arXiv:2510.11370).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,19 +27,19 @@ from nemo_rl.utils.errors import ConfigError
 
 
 def routers(chunks: Sequence[Any], *, with_mtp: bool = False) -> list[TopKRouter]:
-    """Return the routers of this rank's layers, on request also of layers for multi-token prediction."""
+    """Return the routers of this rank's layers, with those of multi-token-prediction layers if `with_mtp` is True."""
     found = (module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter))
     return [router for router in found if with_mtp or not router.is_mtp_layer]
 
 
 class ExpertLoad:
-    """Records the routing of one optimizer update.
+    """Counts the tokens of each expert during an optimizer update.
 
     Args:
-        chunks: chunks of this rank; all ranks have the same number of layers and experts in their configuration.
-        division: division of a row's tokens, which says which tokens this rank's routers see.
+        chunks: chunks of this rank, with the configuration of the whole model.
+        division: division of a row's tokens, which gives the tokens that this rank's routers see.
         device: device on which the model computes.
-        each_layer: also report the load of each layer.
+        each_layer: whether to report the load of each layer too.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ExpertLoad:
 
     @torch.no_grad()
     def _count(self, layer: int, router: Any, args: Any, output: tuple[Tensor, Tensor]) -> None:
-        """Count the choices of a router, whose `output` is weights and choices, both `[N, E]`."""
+        """Count the choices of a router. `output` is its weights and its choices, both `[N, E]`."""
         if self._real_N is not None:
             self._counts[layer] += (output[1].bool() & self._real_N[:, None]).sum(0)
 
@@ -82,22 +82,24 @@ _CHOOSES_OTHERWISE = ("sinkhorn", "quantile_balancing")
 class MegatronReplayedRouters:
     """The routers of this rank's layers, which choose the recorded experts of the current microbatch.
 
-    The experts of a microbatch hold until the next forward pass. So a layer that is computed again in the backward pass
-    gets those of its microbatch only if no other forward pass comes between, that is, with one stage.
+    The recorded experts of a microbatch are used until the next forward pass. So a layer that is recomputed in the
+    backward pass gets the experts of its own microbatch only if no other forward pass comes between. This is so only
+    without pipeline stages.
 
     Args:
-        division: division of a row's tokens, which says which tokens this rank's routers see.
+        chunks: chunks of this rank.
+        division: division of a row's tokens, which gives the tokens that this rank's routers see.
         device: device on which the model computes.
 
     Raises:
-        ConfigError: the model has no experts, or chooses them in a way that cannot be replayed.
+        ConfigError: the model has no experts, or its routers choose them in a way that cannot be replayed.
     """
 
     def __init__(self, chunks: Sequence[Any], division: TokenDivision, device: torch.device) -> None:
         config = chunks[0].config
         _require_replayable(config)
         self.counts = ReplayCounts(device)
-        """Counts the tokens of an update."""
+        """Counts the tokens of an update, with and without recorded experts."""
         self._division, self._of_token = division, config.moe_router_topk
         layers = _layers_with_experts(config)
         self._num_layers = len(layers)
@@ -111,7 +113,7 @@ class MegatronReplayedRouters:
         """Replay the experts of a microbatch from now on, until the next call.
 
         Raises:
-            ConfigError: they are those of another model.
+            ConfigError: the recorded experts are those of another model.
         """
         experts = inputs.experts_between_layers(self._division)
         if experts is not None:
@@ -125,7 +127,7 @@ class MegatronReplayedRouters:
         self.counts.add(inputs.routed_experts, inputs.real_tokens)
 
     def stop(self) -> None:
-        """Let the routers choose again."""
+        """Let the routers choose the experts themselves again."""
         for _, replay in self._of_layer:
             replay.experts = None
 
@@ -135,7 +137,7 @@ class _LayerReplay:
 
     def __init__(self) -> None:
         self.experts: Tensor | None = None
-        """`[N, k]` int64 of the router's tokens, -1 where the router chooses; None: it chooses all."""
+        """`[N, k]` int64 recorded experts of the router's tokens, -1 where none are; None if nothing is replayed."""
 
     def get_replay_topk(
         self,
@@ -145,7 +147,7 @@ class _LayerReplay:
         group_topk: int | None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """Return `[N, k]` scores and experts (see Megatron Core's `RouterReplay`)."""
+        """Return the chosen experts `[N, k]` and their scores (see Megatron Core's `RouterReplay`)."""
         values, own = default_compute_topk(scores, topk, num_groups, group_topk)
         if self.experts is None:
             return values, own

@@ -1,11 +1,11 @@
-"""Run microbatches through the stages with Megatron Core's schedules: one stage, 1F1B, interleaved.
+"""Run microbatches through the stages with Megatron Core's schedules: one stage, 1F1B, interleaved 1F1B.
 
-Losses are already divided by global counts, so gradients are sums over microbatches and over data-parallel and
-context-parallel ranks. `calculate_per_token_loss` prevents Megatron Core from averaging, and gradients are finalized
-without a token count.
+Losses are already divided by global token counts, so gradients are sums over microbatches and over data-parallel and
+context-parallel ranks. `calculate_per_token_loss` prevents Megatron Core from averaging them, and gradients are
+finalized without a token count.
 
-Invariant: any number of microbatches of any lengths runs on any stages. `build.transformer_config` sets the fields of
-the model's configuration that the schedules read.
+Invariant: any number of microbatches of any lengths runs on any number of stages. `build.transformer_config` sets the
+fields of the model's configuration that the schedules read.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -43,10 +43,10 @@ def _finalize(chunks: list[Any], num_tokens: Tensor | None = None, **how: Any) -
 
 
 class StageLinks(P2PCommunicator):
-    """Messages between stages, whose shapes are sent in the same way as the messages.
+    """Sends messages between stages, and their shapes in the same way as the messages.
 
-    Megatron Core sends shapes in a batch even if it sends messages one by one. With two interleaved stages the shapes
-    of hidden states and of gradients would then be confused.
+    Megatron Core sends shapes in a batch even if it sends messages one by one. With two interleaved stages, a stage
+    could then take the shape of hidden states for that of a gradient.
     """
 
     def _communicate_shapes(
@@ -83,7 +83,7 @@ class Schedule:
         scoring: turns the last stage's hidden states into scores.
         division: division of a row's tokens among ranks.
         watch: context manager around every forward pass of a training microbatch.
-        replay: the routers that choose recorded experts; None: all choose themselves.
+        replay: the routers that choose recorded experts; None if all routers choose themselves.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Schedule:
                 data_iterator=[enumerate(filled) for _ in self._chunks],
                 model=self._chunks,
                 num_microbatches=len(filled),
-                seq_length=1,  # shapes are sent along
+                seq_length=1,  # not used, because shapes are sent with the tensors
                 micro_batch_size=1,
                 forward_only=not backward,
                 p2p_communicator=self._links,
@@ -134,11 +134,11 @@ class Schedule:
             self._replay.count(inputs)
 
     def _filled(self, microbatches: Sequence[RankInputs]) -> list[RankInputs]:
-        """Return the microbatches, followed by the filler microbatches without scores that interleaved stages need.
+        """Return the microbatches. For interleaved stages, microbatches without scores are added to fill groups.
 
-        Interleaved stages take microbatches in groups whose size is the number of stages, and need two groups: with
-        only one, every forward pass precedes the first backward pass, and neighbours wait forever for each other's
-        shapes.
+        Interleaved stages take microbatches in groups whose size is the number of stages, and they need two groups.
+        With only one group, every forward pass would come before the first backward pass, and neighbouring stages would
+        wait forever for each other's shapes.
         """
         stages, given = self._groups.pp.size(), len(microbatches)
         missing = max(-(-given // stages), 2) * stages - given if len(self._chunks) > 1 else 0
@@ -154,11 +154,11 @@ class Schedule:
         numbered: Iterator[tuple[int, RankInputs]],
         chunk: Any,
     ) -> tuple[Any, Callable[..., Any]]:
-        """Run one forward pass, as Megatron Core's `forward_step_func`."""
+        """Run one forward pass. Megatron Core calls this as `forward_step_func`."""
         index, inputs = next(numbered)
         arguments = {**inputs.arguments, "output_processor": self._scoring, "output_processor_context": inputs}
         if self._balances:
-            # Only the first stage divides the mask together with the tokens.
+            # Megatron Core divides the mask among ranks, together with the tokens, in the first stage only.
             first = get_attr_wrapped_model(chunk, "pre_process")
             arguments["padding_mask"] = ~(inputs.real_tokens if first else inputs.between_layers(self._division))
         watches = backward and self._watch is not None and index < self._num_given
@@ -170,9 +170,10 @@ class Schedule:
     def _weigh_auxiliary_losses(self, microbatches: Sequence[RankInputs]) -> None:
         """Scale Megatron Core's auxiliary losses to means over the tokens of all microbatches and ranks.
 
-        Megatron Core multiplies each loss by tokens and ranks, and expects a later division by all tokens. The tokens
-        should be those of the rank, but Megatron Core uses their sum over the ranks that share the microbatch
-        (`moe_utils.get_tokens_per_expert_and_token_count`), so that these ranks are counted twice.
+        Megatron Core multiplies each loss by the number of tokens and the number of ranks that share the microbatch,
+        and expects a later division by all tokens. Its number of tokens is already a sum over these ranks
+        (`moe_utils.get_tokens_per_expert_and_token_count`), so the ranks are counted twice. The factor set here divides
+        by all tokens and by the number of these ranks.
         """
         tokens = sum(inputs.real_tokens.sum() for inputs in microbatches)
         assert isinstance(tokens, Tensor), "there is a microbatch"
@@ -189,7 +190,7 @@ def _loss_of(
     def loss_of(index: int, scores: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, dict[str, Any]]:
         loss = forward_step(index, *scores) if index < num_microbatches else None
         if loss is None:
-            # The schedule needs a loss; in a training pass it must depend on every parameter.
+            # The schedule needs a loss even without scores. In a training pass it must depend on every parameter.
             loss = 0.0 * scores[0].sum() if backward else torch.zeros((), device=scores[0].device)
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}
 

@@ -1,8 +1,8 @@
 """Turn the last stage's hidden states into scores, through GPTModel's public hook `output_processor`.
 
 The vocabulary stays divided over the tensor-parallel ranks, and logits exist for a chunk of tokens only
-(`distributed.parallel_logprobs`). Invariant: every rank of the last stage that shares a microbatch gets the scores of
-all K tokens; the gradient of each score flows once, into the rank that holds its token.
+(`distributed.parallel_logprobs`). Invariant: all ranks of the last stage that share a microbatch get the scores of all
+its K tokens. The gradient of each score flows only into the rank that holds the token.
 """
 
 from collections.abc import Sequence
@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 
 
 class ScalarHead(nn.Module):
-    """The head of a reward model or critic, which replaces the output layer: one number per hidden state.
+    """The head of a reward model or critic, which replaces the output layer and returns one number per hidden state.
 
-    Every tensor-parallel rank has the whole head and sees the same hidden states, so every rank has its whole gradient.
+    Every tensor-parallel rank has the whole head and the same hidden states, so the head's gradient is whole on every
+    rank.
     """
 
     def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -47,7 +48,7 @@ class ScalarHead(nn.Module):
 
 
 def give_scalar_head(chunks: Sequence[Any], seed: int) -> None:
-    """Replace the output layer of the last stage by a new scalar head, if this rank has it.
+    """Replace the output layer by a new scalar head, if this rank has the last stage.
 
     Args:
         chunks: unwrapped GPTModels that do not share the embedding's weight with the output layer.
@@ -63,7 +64,7 @@ def give_scalar_head(chunks: Sequence[Any], seed: int) -> None:
 
 
 def logit_transform(hf_config: PretrainedConfig) -> LogitTransform:
-    """Return the operation that the supported families apply to the output of their linear head."""
+    """Return the operations that the supported model families apply after the linear head."""
     cap = getattr(hf_config.get_text_config(), "final_logit_softcapping", None)
     return LogitTransform(cap=cap)
 
@@ -73,7 +74,7 @@ class RowScorer:
 
     Args:
         groups: the ranks that divide tokens and vocabulary.
-        density: density from which `policy.generation` samples.
+        density: the density from which the engine samples tokens.
         transform: operations after the linear head.
         chunk_size: tokens per chunk of logits; None takes a default for the device.
     """
@@ -90,9 +91,9 @@ class RowScorer:
         self.head_options: dict[str, Any] = {"transform": self._transform, "group": groups.tp, "chunk_size": chunk_size}
         """Keyword arguments of `token_logprobs` and `topk_logits` that do not depend on the tokens."""
         self.draft: DraftTrainer | None = None
-        """The draft model's trainer, which learns from training passes; None: there is none."""
+        """Trainer of the draft model, which learns from training passes; None if there is no draft model."""
         self.mtp: MTPLoss | None = None
-        """The loss of the multi-token-prediction layers; None: they are not trained."""
+        """Loss of the multi-token-prediction layers; None if they are not trained."""
 
     def __call__(
         self,
@@ -109,9 +110,9 @@ class RowScorer:
         Args:
             hidden_states: `[t, b, D]`; with sequence parallelism `[t / tp, b, D]`.
             output_layer: the head.
-            output_weight: the embedding's weight if the head shares it; else None.
+            output_weight: the embedding's weight if the head shares it, or None.
             context: the microbatch, with the tokens to score.
-            further_states: as `hidden_states`, of each multi-token-prediction layer.
+            further_states: hidden states of each multi-token-prediction layer, shaped like `hidden_states`.
             **ignored: further arguments of GPTModel.
 
         Returns:
@@ -141,7 +142,12 @@ class RowScorer:
         return self._of_all(first, context), self._of_all(second, context)
 
     def _hidden(self, hidden_states: Tensor, positions_k: Tensor, *, partial_gradient: bool) -> Tensor:
-        """Return `[k, D]` at some positions, with a divided head's gradients summed over its ranks."""
+        """Return the hidden states `[k, D]` at some positions.
+
+        Args:
+            partial_gradient: whether each tensor-parallel rank computes a part of their gradient; the backward pass
+                then sums the parts.
+        """
         if self._groups.sequence_parallel:
             hidden_states = all_gather(hidden_states, 0, self._groups.tp, partial_gradient=partial_gradient)
         hidden_kD = hidden_states.flatten(0, 1).index_select(0, positions_k)

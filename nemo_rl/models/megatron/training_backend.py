@@ -1,7 +1,7 @@
 """The Megatron Core backend for runs and tools: checks of a configuration, and checkpoints without loading a model.
 
-Does not import megatron, because that changes a process (streams, compiled kernels, on CPUs a replacement for CUDA);
-only processes of ranks may be changed in this way.
+The module does not import megatron, because the import changes the process (streams, compiled kernels, and on CPUs a
+replacement for CUDA), and only the processes of ranks may be changed in this way.
 """
 
 import logging
@@ -55,7 +55,7 @@ def _warn_of_rounded_sums(policy: PolicyConfig, layout: ParallelLayout) -> None:
 
 
 class MegatronTraining(FolderBackend):
-    """Megatron Core's models, schedules and distributed optimizer, with checkpoints by `dist_checkpointing`."""
+    """Megatron Core's models, schedules and optimizers, with checkpoints in the format of `dist_checkpointing`."""
 
     section = "megatron_cfg"
     kind = " of Megatron Core"
@@ -87,7 +87,7 @@ class MegatronTraining(FolderBackend):
         report_findings(chain(options, check_mtp(section, policy, model), adapters))
 
     def accepted_rows(self, policy: PolicyConfig) -> AcceptedRows:
-        """See `TrainingBackend.accepted_rows`: token ids only."""
+        """See `TrainingBackend.accepted_rows`. Rows hold token ids only."""
         return AcceptedRows("policy.megatron_cfg (Megatron Core)")
 
     @override
@@ -97,13 +97,15 @@ class MegatronTraining(FolderBackend):
         return MeshPlace
 
     def environment(self, policy: PolicyConfig) -> dict[str, str]:
-        """Limit each GPU to one hardware queue if layers are divided, and let rings of ranks batch their messages.
+        """Return variables that limit each GPU to one hardware queue and batch the messages of context parallelism.
 
-        Megatron Core starts a transfer before the product that overlaps with it, and relies on the GPU to keep that
-        order (`core/tensor_parallel/layers.py`). Transformer Engine's context parallelism of more than two ranks sends
-        to the next rank and receives from the previous one in separate calls, for which NCCL makes a communicator of
-        each pair of ranks at their first use, in another order on each rank; batched, they use that of the ring. An
-        environment that sets the variable keeps its value.
+        Megatron Core starts a transfer before the product that overlaps with it, and relies on the GPU to keep this
+        order (`core/tensor_parallel/layers.py`), which one hardware queue guarantees.
+
+        With more than two context-parallel ranks, Transformer Engine sends to the next rank and receives from the
+        previous rank in separate calls. For these NCCL makes a communicator for each pair of ranks at its first use,
+        in a different order on each rank. Batched messages use the communicator of the whole group. If the environment
+        sets this variable, its value is kept.
         """
         section = policy.megatron_cfg
         divided = section.tensor_model_parallel_size > 1 or section.context_parallel_size > 1

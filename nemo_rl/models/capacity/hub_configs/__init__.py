@@ -1,8 +1,8 @@
 """Configurations of published models, for size estimates when the hub cannot be reached.
 
-`AutoConfig` can read `<owner>/<name>/config.json` in this folder. The values are the published ones, and a test
+`AutoConfig` can read `<owner>/<name>/config.json` in this folder. The values are those that were published, and a test
 compares the resulting number of parameters with the published number. Invariant: these files are never used to load or
-train a model; a run reads the model's own configuration.
+train a model, because a run reads the model's own configuration.
 """
 
 from copy import deepcopy

@@ -1,1 +1,1 @@
-"""Checkpoints of the DTensor backend: weights in Hugging Face files, state of training."""
+"""Checkpoints of the DTensor backend: weights in Hugging Face files, and the state of the training."""

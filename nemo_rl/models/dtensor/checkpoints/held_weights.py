@@ -1,8 +1,9 @@
 """Describe and read the blocks of the weights that this rank holds, as tensors of a hub checkpoint.
 
-Nothing is gathered: FSDP, tensor and expert parallelism each leave a rank a block of a weight, and a hub tensor is a
-block of a weight too (an expert of a fused weight, gate or up). Only a weight whose conversion needs several weights or
-moves single elements is gathered on the ranks of its mesh.
+Most weights are not gathered. FSDP, tensor and expert parallelism each leave a block of a weight on a rank. A tensor of
+a hub checkpoint is also a block of a weight, for example one expert of a fused weight. The intersection of the two
+blocks is read. A weight is gathered on the ranks of its mesh only if its conversion to hub tensors needs several
+weights or moves single elements.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,22 +23,22 @@ from nemo_rl.models.training.low_rank import ADAPTER_PARAMETERS
 from nemo_rl.weight_sync.parts import Held, Readable, SharedReads, dtype_name
 
 Value = Callable[[str], Tensor]
-"""Returns the weight of a name as it is exported; collective over the ranks that divide it."""
+"""Takes a weight's name and returns the weight as it is exported; collective over the ranks that divide the weight."""
 
 
 Results = dict[str, dict[str, Result] | None]
-"""`TensorGroup.results` by target, which take a second for thousands of experts, kept from one stream to the next."""
+"""`TensorGroup.results` by target, kept between streams because computing them for thousands of experts is slow."""
 
 
 def held_weights(hf: PreTrainedModel, value: Value, dtype: torch.dtype | None, results: Results) -> Iterator[Readable]:
-    """Yield every weight and persistent buffer of this rank, tied ones once.
+    """Yield every weight and persistent buffer of this rank, tied weights once.
 
     Args:
-        hf: the model, or the stage of it.
+        hf: the model, or this rank's pipeline stage of the model.
         value: see `Value`.
-        dtype: dtype in which floating-point tensors are exported, but for those that stay float32
-            (`huggingface.load.stays_float32`); None: their own.
-        results: the same object for every stream of a model, empty at first; filled here.
+        dtype: type in which floating-point tensors are exported, except those that stay float32
+            (`huggingface.load.stays_float32`); None keeps each tensor's type.
+        results: cache that this function fills; pass the same object for every stream of a model, empty at first.
     """
     named = {
         name: tensor
@@ -74,9 +75,10 @@ def held_weights(hf: PreTrainedModel, value: Value, dtype: torch.dtype | None, r
 def _blocks(
     results: Mapping[str, Result], name: str, tensor: Tensor, value: Value, order: tuple[int, int], dtype: str
 ) -> Iterator[Readable]:
-    """Yield the hub tensors that are blocks of a weight and of which this rank holds something.
+    """Yield the hub tensors that are blocks of a weight and of which this rank holds a part.
 
-    A rank that holds nothing of the weight yields them without blocks, because reading them may be collective.
+    A rank that holds nothing of the weight yields all of these tensors without blocks, because reading a tensor may be
+    collective.
     """
     place = block_here(tensor)
     empty = torch.empty(place.shape, device="meta")
@@ -99,7 +101,7 @@ def _read(result: Result, place: TensorBlock, name: str, once: SharedReads[str])
 def _converted_whole(
     hf: PreTrainedModel, group: TensorGroup, names: Sequence[str], value: Value, order: tuple[int, int], dtype: str
 ) -> Iterator[Readable]:
-    """Yield the results of a conversion that needs whole weights, which the ranks that divide them gather."""
+    """Yield the hub tensors of a conversion that needs whole weights, which are gathered when they are read."""
     weights = weights_by_name(hf)
     empty = {name: torch.empty(weights[name].shape, device="meta") for name in names}
     results: dict[str, Tensor] = {}

@@ -1,12 +1,12 @@
-"""Make models without their weights, as `from_pretrained` does otherwise, and read a rank's part of them later.
+"""Build models with `from_pretrained` without reading their weights, and read each rank's part of the weights later.
 
-transformers decides everything: the class, the mapping from names in files to weights, missing weights and their
-initialization, tied weights, and buffers that are in no file. Only the bytes are not read: each weight that is in a
-file becomes a parameter on the meta device, all other tensors have values on the CPU.
+transformers chooses the class and maps the names in files to weights. It also initializes weights that are in no file,
+ties weights and fills buffers. Only the reading is left out: each weight that is in a file becomes a parameter on the
+meta device, and all other tensors have values on the CPU.
 
-`materialize` runs after sharding. A rank's part is allocated on its final device, then read from the files, tensor by
-tensor. So no rank ever holds more of the model than its part and one tensor, or one group of tensors that are converted
-together.
+`materialize` runs after sharding. It allocates a rank's part of the weights on its final device and reads it from the
+files tensor by tensor. So a rank never holds more of the model than its part and one tensor, or one group of tensors
+that are converted together.
 
 Invariant: after the weights are read, the model equals that of `from_pretrained` bit for bit: every weight has the
 value of the files, or was initialized by transformers if no file has it.
@@ -39,7 +39,7 @@ _METHOD = "_load_pretrained_model"
 
 @dataclass
 class LazyWeights:
-    """Files whose weights were not read."""
+    """Files of a model whose weights have not been read yet."""
 
     files: list[Path] = field(default_factory=list)
     """The safetensors files of the model; empty if its weights were read after all."""
@@ -84,7 +84,7 @@ def weights_left_in_files() -> Iterator[LazyWeights]:
 
 
 def _match(model: PreTrainedModel, tensors: TensorFiles, load_config: Any) -> Any:
-    """Return the information that transformers collects in a load, from shapes only."""
+    """Return what transformers reports about a load (missing and mismatched weights), computed from shapes only."""
     found = {name: tensors.like(name) for name in tensors}
     for extra in _tied_twice(model, tensors, load_config.weight_mapping or []):
         del found[extra]
@@ -101,10 +101,10 @@ def _match(model: PreTrainedModel, tensors: TensorFiles, load_config: Any) -> An
 
 
 def _tied_twice(model: PreTrainedModel, tensors: TensorFiles, rules: list[Any]) -> list[str]:
-    """Return tensors of the files that are bit-for-bit copies of the tensor to which the model ties them.
+    """Return names of tensors in the files that equal, bit for bit, the tensor to which the model ties them.
 
-    If the files hold both of two tied weights, transformers ties them only if they are equal, which it cannot check
-    without reading them.
+    transformers ties two weights that are both in the files only if they are equal. It cannot check that here, because
+    it does not read them.
     """
     groups = groups_in_memory(model, tensors, rules)
     source_of = {group.target: next(iter(group.sources)) for group in groups if group.converter is None}
@@ -151,7 +151,7 @@ def materialize(
 
 @torch.no_grad()
 def _allocate(model: nn.Module, device: torch.device, home: torch.device) -> None:
-    """Allocate tensors on the meta device, move the others to their device, and keep tied weights tied."""
+    """Allocate the tensors that are on the meta device, move all others to their device, and keep weights tied."""
     for parameter in [*model.parameters()]:
         if parameter.device != home:
             torch.utils.swap_tensors(parameter, nn.Parameter(_at(parameter, home), parameter.requires_grad))

@@ -1,8 +1,8 @@
 """Merge a LoRA adapter and its base model into one folder for `transformers` and vLLM, and verify the result.
 
-For adapters without merged weights, saved by this library or by PEFT (`training_backend` exports the merged weights of
-a checkpoint). Invariant: weights are merged in float32, `W + (alpha / r) B A`; `verify_merged` compares the folder
-with the base model and the unmerged adapter.
+The adapter was saved by this library or by PEFT. A checkpoint of this library that also has merged weights is exported
+by `training_backend` instead. Invariant: weights are merged in float32 as `W + (alpha / r) B A`. `verify_merged`
+compares the merged model with the base model and its unmerged adapter.
 """
 
 import json
@@ -29,7 +29,7 @@ from nemo_rl.utils.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 MERGE_TOLERANCE = 1e-4
-"""Like `comparison.VERIFY_TOLERANCE`, for two computations that sum in different orders."""
+"""Like `comparison.VERIFY_TOLERANCE`, but larger, because the two computations sum in different orders."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ def adapter_source(adapter: str | Path, base: str | None = None, model_name: str
     """Find the adapter, its base and its tokenizer.
 
     Args:
-        adapter: as for `find_adapter`.
-        base: model folder or id, or a checkpoint of full training; None takes `model_name`, or if that is None the
-            base that the adapter names.
+        adapter: path that `find_adapter` accepts.
+        base: id or folder of a model, or a checkpoint of full training. None takes `model_name`, or if that is None
+            too, the base model that the adapter names.
         model_name: model whose tokenizer is used; None takes the tokenizer of the base.
 
     Raises:
@@ -108,7 +108,7 @@ def export_merged(source: AdapterSource, target: Path, dtype: str | None = None)
         nn.Module.to(model, wanted).save_pretrained(target)
         AutoTokenizer.from_pretrained(source.tokenizer, trust_remote_code=False).save_pretrained(target)
 
-    model_folder(source.base)  # a download has a wait of its own
+    model_folder(source.base)  # download before the wait below, because a download logs its own progress
     with StillWaiting(f"the merge of {source.folder} into {source.base}", "it is running") as progress:
         progress.during(merge)
     logger.info("Merged %s into %s: %s.", source.folder, source.base, target)

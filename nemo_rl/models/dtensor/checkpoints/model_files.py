@@ -1,11 +1,12 @@
 """Write and read a policy's weights.
 
-Layout (W = weights folder), written by all ranks together:
+All ranks together write this layout (W = weights folder):
 
     W/model/model-*.safetensors, model.safetensors.index.json, config.json   names and shapes as on the hub
 
 Invariant: a load restores every bit that a save wrote, on any number of ranks. If one rank cannot write, all ranks
-raise, so that training can continue. Folders are on storage that every rank sees; the caller makes writing atomic.
+raise an error, so that no rank waits for another and training can continue. Folders are on storage that every rank
+sees. The caller makes writing atomic.
 """
 
 import shutil
@@ -74,10 +75,10 @@ class WrittenBlock:
 
 
 def parts_of_this_rank(weights: Iterable[tuple[str, Tensor]], names_here: Iterable[str]) -> Iterator[BlockToWrite]:
-    """Yield the parts that this rank writes.
+    """Yield the blocks of weights that this rank writes.
 
-    Each shard is written by one rank. Ranks that hold the same whole tensors write them in turns. Collective before
-    the first part.
+    Each shard is written by one rank. If several ranks hold the same whole tensors, each rank writes some of them. The
+    call is collective before the first block.
 
     Args:
         weights: every weight of this rank's layers, in the same order on all ranks that hold the same layers.
@@ -96,7 +97,7 @@ def parts_of_this_rank(weights: Iterable[tuple[str, Tensor]], names_here: Iterab
 
 
 def _writes(tensor: DTensor) -> bool:
-    """Return whether this rank is the first rank with its shard, and the shard is not empty."""
+    """Return whether this rank writes its shard: it is the first rank with this shard, and the shard is not empty."""
     coordinate = tensor.device_mesh.get_coordinate()
     placed = zip(coordinate, tensor.placements, strict=True) if coordinate is not None else ()
     first = all(index == 0 for index, placement in placed if placement.is_replicate())
@@ -161,9 +162,9 @@ def _whole(pieces: list[WrittenBlock]) -> Tensor:
 
 
 def weights_by_name(hf: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers, not copied, by the model's own names, tied ones once.
+    """Return parameters and persistent buffers, not copied, by the model's own names, and tied weights only once.
 
-    A pipeline stage returns those that it holds, tied ones under the name that the whole model has for them.
+    For a pipeline stage, return those that the stage holds, a tied weight under its name in the whole model.
     """
     persistent = hf.state_dict(keep_vars=True)
     named = {name: parameter.detach() for name, parameter in hf.named_parameters()}
@@ -189,7 +190,7 @@ def prepare_weights(
         keep: applied to every tensor that will be written.
 
     Returns:
-        A function that writes the folder; raises a CheckpointError on all ranks if one of them cannot write its files.
+        A function that writes the folder. It raises a CheckpointError on all ranks if a rank cannot write its files.
     """
     held = weights_by_name(hf)
     leaving = without_copies(hf, held.items() if weights is None else weights)
@@ -263,7 +264,7 @@ def read_weights(hf: PreTrainedModel, tensors: TensorFiles, *, strict: bool = Fa
         strict: raise an error for a tensor that belongs to no weight of the model.
 
     Returns:
-        Names of the weights that the files hold, each under its first name.
+        Names of the weights that the files hold; a tied weight has the first of its names in the model.
 
     Raises:
         CheckpointError: a tensor does not fit the model.
@@ -293,7 +294,7 @@ def read_weights(hf: PreTrainedModel, tensors: TensorFiles, *, strict: bool = Fa
 
 
 def _read_group(hf: PreTrainedModel, group: TensorGroup, tensors: TensorFiles, wanted: dict[str, Tensor]) -> None:
-    """Read a group of tensors into the weights made from it, as far as this rank holds them."""
+    """Read a group of tensors, and write this rank's parts of the weights that are made from it."""
     if group.converter is None:
         (source,) = group.sources
         for weight in wanted.values():

@@ -1,14 +1,14 @@
 """Write and read a rank's training state other than the weights: optimizer, schedule, random numbers.
 
-Layout (O = optimizer folder), written by all ranks together:
+All ranks together write this layout (O = optimizer folder):
 
-    O/optim/                       torch distributed checkpoint, states under parameter names
+    O/optim/                       torch distributed checkpoint, the state of each parameter under its name
     O/trainer.pt                   schedule, settings of optimizer and schedule, hyperparameters of the parameter
                                    groups, whether the optimizer had state
     O/rng/rank_<r>.pt              random-number generators of each rank
 
-Invariant: a load restores every bit that a save wrote, on any number of ranks (random-number state only on
-the same number), unless the settings of optimizer or schedule have changed.
+Invariant: if the settings of optimizer and schedule are unchanged, a load restores every bit that a save wrote, on any
+number of ranks. A rank that has no file of its own keeps its random-number state.
 """
 
 import copy
@@ -46,10 +46,15 @@ def prepare_training_state(
     path: Path,
     keep: Keep = as_it_is,
 ) -> Write:
-    """Prepare to write optimizer, schedule and each rank's random-number state, to the O above as `path`.
+    """Prepare to write optimizer, schedule and each rank's random-number state.
+
+    Args:
+        hf: the model, sharded or not.
+        path: the O of the module docstring.
+        keep: applied to every tensor that will be written.
 
     Returns:
-        A function that writes them; raises a CheckpointError on all ranks if one of them cannot write its files.
+        A function that writes the files. It raises a CheckpointError on all ranks if a rank cannot write its files.
     """
     found: Any = get_optimizer_state_dict(hf, optimizer) if optimizer.state else None
     trainer = {
@@ -96,8 +101,8 @@ def load_training_state(
 ) -> None:
     """Restore the state that `prepare_training_state` wrote.
 
-    If the settings have changed since, the optimizer keeps its moments and gets the new hyperparameters, and the
-    schedule continues as if the new one had run from the first step.
+    If the settings have changed since the save, the optimizer gets the new hyperparameters and keeps its moments. The
+    new schedule continues at the current step, as if it had been used from the first step on.
 
     Raises:
         CheckpointError: the folder is not an optimizer checkpoint, or belongs to another optimizer.
@@ -127,7 +132,7 @@ def load_training_state(
 
 
 def _load_moments(hf: PreTrainedModel, optimizer: Optimizer, path: Path, groups: list[dict[str, Any]] | None) -> None:
-    """Read the state of each parameter by its name."""
+    """Read the optimizer's state of each parameter, by the parameter's name."""
     now: dict[str, Any] = dict(get_optimizer_state_dict(hf, optimizer))
     names = [group["params"] for group in now["param_groups"]]
     del now["param_groups"][1:]  # a checkpoint may have another number of groups, but always a first one
@@ -150,7 +155,7 @@ def _load_moments(hf: PreTrainedModel, optimizer: Optimizer, path: Path, groups:
 
 
 def _known_states(hf: PreTrainedModel, states: Mapping[str, Any], *, with_copies: bool = False) -> dict[str, Any]:
-    """Return the state of each parameter under its checkpoint name."""
+    """Return the optimizer's state of each parameter under the parameter's name in checkpoints."""
     stage = stage_of(hf)
     if stage is None:
         return dict(states)

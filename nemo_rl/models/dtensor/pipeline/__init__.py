@@ -1,1 +1,1 @@
-"""Pipeline parallelism: layers divided into stages, microbatches passed on between them."""
+"""Pipeline parallelism: layers are divided into stages, and each microbatch goes through the stages in order."""

@@ -1,20 +1,18 @@
-"""Run a pipeline program on one stage: its order of passes (1F1B), and the exchange of hidden states.
+"""Run the pipeline schedules 1F1B and interleaved 1F1B: the order of a stage's passes, and its sends and receives.
 
-All stages have the same microbatches, so each stage can compute the shape of every tensor it receives. Sends and
-receives of one round are started together and finished later: before their tensors are used, and at the latest after
-two more rounds of this stage have been started, which bounds the number of tensors in transit.
-
-Invariant: a stage computes gradients of sums, as one process does; this module scales no loss.
-
-Pipeline schedules 1F1B and interleaved 1F1B: the order of each stage's passes, sends and receives. A model's layers are
-divided into chunks; chunk c belongs to stage c % num_stages. Each stage has a fixed order of passes. The schedule
-simulates all stages round by round: in a round every stage makes its next pass if the inputs of that pass have arrived,
-and the outputs are sent at the end of the round. So sender and receiver handle a tensor in the same round, and each
-stage's transfers are in the order of the rounds.
+A model's layers are divided into chunks; chunk c belongs to stage c % num_stages. `programs` computes the order of all
+stages in advance by simulating rounds. In a round every stage makes its next pass if the inputs of that pass have
+arrived, and the outputs are sent at the end of the round. So sender and receiver handle a tensor in the same round, and
+each stage's transfers are in the order of the rounds.
 
 Invariant: the transfers cannot block each other. A transfer of round t waits only for passes of rounds up to t and for
 transfers of earlier rounds, so the earliest unfinished round can always be finished, even if a stage's transfers run
 one after another (NCCL). At most `warmup + 1` microbatches wait for their backward pass in a stage.
+
+`Pipeline` runs the program of its stage. All stages have the same microbatches, so each stage can compute the shape of
+every tensor it receives. Sends and receives of one round are started together. They are finished before their tensors
+are used, and at the latest when two more rounds of this stage have been started, which limits the tensors in transit.
+This module does not scale losses, so gradients are sums over microbatches.
 
 Sources: Narayanan et al. 2019 (PipeDream, 1F1B); Narayanan et al. 2021, arXiv:2104.04473, section 2.2 (interleaved).
 """
@@ -54,9 +52,9 @@ class Transfer:
     """A tensor sent from one stage to another."""
 
     peer: int
-    """The stage that receives or sends it."""
+    """Number of the other stage."""
     wanted_by: Pass
-    """The pass that uses it: hidden states for a forward pass, their gradient for a backward pass."""
+    """The pass that uses the tensor: hidden states for a forward pass, their gradient for a backward pass."""
 
 
 @dataclass(frozen=True)
@@ -99,19 +97,16 @@ def programs(num_stages: int, chunks_per_stage: int, num_microbatches: int, *, b
 
 
 def num_warmup(stage: int, num_stages: int, chunks_per_stage: int) -> int:
-    """Return the number of forward passes before forward and backward passes alternate.
-
-    Without interleaving the last stage needs none.
-    """
+    """Return the number of forward passes of a stage before its forward and backward passes alternate."""
     later_stages = num_stages - stage - 1
     return later_stages if chunks_per_stage == 1 else 2 * later_stages + (chunks_per_stage - 1) * num_stages
 
 
 def _order(stage: int, num_stages: int, per_stage: int, num_microbatches: int, backward: bool) -> list[Pass]:
-    """Order the passes of a stage: microbatches in groups of `num_stages`, each group through one chunk after another.
+    """Return the passes of a stage in order: groups of `num_stages` microbatches, each through all chunks of the stage.
 
-    The last group is first filled up to `num_stages`, then passes of microbatches that do not exist are dropped. They
-    are dropped in all stages, so the order of the others stays consistent.
+    The order is computed as if the last group were full. Then passes of microbatches that do not exist are dropped in
+    all stages, so that the stages agree on the order of the remaining passes.
     """
     groups = range(0, num_microbatches, num_stages)
 
@@ -133,7 +128,7 @@ def _order(stage: int, num_stages: int, per_stage: int, num_microbatches: int, b
 
 
 def _needs(step: Pass, num_chunks: int) -> set[Pass]:
-    """Return the passes that must have been made in an earlier round."""
+    """Return the passes that must have been made in an earlier round than this pass."""
     if step.kind == "forward":
         return {Pass("forward", step.chunk - 1, step.microbatch)} if step.chunk else set()
     needs = {Pass("forward", step.chunk, step.microbatch)}
@@ -159,9 +154,9 @@ def _exchanges(ran: dict[int, Pass], num_stages: int, num_chunks: int) -> dict[i
 
 
 type Score = Callable[[ModelInputs], tuple[Tensor, Tensor]]
-"""Computes the model's scores of one microbatch; in the last stage its model inputs hold `inputs_embeds`."""
+"""Computes the model's scores of one microbatch, whose model inputs hold hidden states as `inputs_embeds`."""
 type Enter = Callable[[ModelInputs], None]
-"""Prepares a pass of one microbatch; layers may be computed again in its backward pass."""
+"""Prepares a pass of one microbatch, also a backward pass, which may run the layers' forward again."""
 
 _ROUNDS_ON_THE_WAY = 2
 
@@ -178,12 +173,12 @@ class HiddenStates:
     """Number of ranks that divide the tokens between layers (sequence parallelism)."""
 
     def shape(self, inputs: ModelInputs) -> tuple[int, int, int]:
-        """Return the shape for a microbatch on this rank, which has only its own tokens in context parallelism."""
+        """Return the shape for a microbatch, which holds only this rank's tokens in context parallelism."""
         rows, tokens = inputs.model_inputs["input_ids"].shape
         return rows, tokens // self.token_parts, self.width
 
     def empty(self, inputs: ModelInputs, device: torch.device) -> Tensor:
-        """Return a new tensor to receive into."""
+        """Return a new tensor that can receive the hidden states of a microbatch."""
         return torch.empty(self.shape(inputs), dtype=self.dtype, device=device)
 
 
@@ -203,7 +198,7 @@ class Pipeline:
     ) -> None:
         self.model, self.stage, self.hidden, self.score, self.enter = model, stage, hidden, score, enter
         device = stage.place.device
-        # On GPUs a wait with a limit would block the host; there the group's watchdog enforces the limit.
+        # On GPUs a wait with a time limit would block the host, and the group's watchdog enforces the limit instead.
         self.limit = collective_timeout(device) if device.type == "cpu" else None
         # All ranks of an NCCL group must take part in its first communication.
         dist.all_reduce(torch.zeros(1, device=device), group=stage.place.group)
@@ -230,7 +225,7 @@ def pipeline_for(
     if stage is None:
         return None
     width, dtype = model.hf.config.get_text_config().hidden_size, torch_dtype(config.precision)
-    if dtype == torch.float32:  # then layers compute in the dtype of their parameters
+    if dtype == torch.float32:  # nothing is cast, so layers compute in the dtype of their parameters
         dtype = next(model.parameters()).dtype
     token_parts = meshes.layout.tp if config.dtensor_cfg.sequence_parallel else 1
     return Pipeline(model, stage, HiddenStates(width, dtype, token_parts), score, enter)
@@ -238,18 +233,18 @@ def pipeline_for(
 
 @dataclass
 class _Run:
-    """One run of a program."""
+    """The state of one run of a program."""
 
     pipeline: Pipeline
     microbatches: Sequence[ModelInputs]
     forward_step: ForwardStep
     backward: bool
     arriving: dict[Pass, tuple["_Round", Tensor]] = field(default_factory=dict)
-    """Round and buffer of the input of each pass."""
+    """Input that another stage sends for each pass: the round that receives it, and its buffer."""
     leaving: dict[Pass, Tensor] = field(default_factory=dict)
-    """Output of this stage for each pass of another stage."""
+    """Outputs of this stage that are not sent yet, by the pass of another stage that needs them."""
     waiting: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
-    """`(hidden states in, hidden states or loss out)` of chunk and microbatch, until the backward pass."""
+    """Input of a chunk, and its output or the loss, by chunk and microbatch, until the backward pass."""
     started: deque["_Round"] = field(default_factory=deque)
     """Rounds whose sends and receives may not be finished."""
 
@@ -313,7 +308,7 @@ class _Run:
 
     def _backward(self, step: Pass, gradient: Tensor | None) -> None:
         hidden, out = self.waiting.pop((step.chunk, step.microbatch))
-        if out.requires_grad:  # False if all weights up to here are frozen
+        if out.requires_grad:  # False if the weights of this chunk and of all earlier chunks are frozen
             torch.autograd.backward(out, gradient if gradient is None else gradient.to(out.dtype))
         if hidden is not None:
             arrived = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
@@ -327,12 +322,12 @@ class _Round:
     works: list[dist.Work]
     """Handles to wait for."""
     sent: list[Tensor]
-    """Tensors that must stay in memory until then."""
+    """Tensors that must stay in memory until they are sent."""
     limit: timedelta | None
-    """Time after which a wait raises; None leaves that to the group's watchdog."""
+    """Time after which a wait raises an error; None leaves this to the group's watchdog."""
 
     def wait(self) -> None:
-        """Wait for the sends and receives, on GPUs in the current stream only. Later calls return immediately."""
+        """Wait for the sends and receives. On GPUs only the current stream waits. Later calls return immediately."""
         for work in self.works:
             work.wait(self.limit) if self.limit else work.wait()
         self.works, self.sent = [], []

@@ -1,19 +1,18 @@
 """Cut a model into pipeline stages, run a stage's part, and collect values over all stages.
 
-Cut a model down to the part that a pipeline stage holds, and run the forward pass through that part. Hugging Face's own
-forward still computes masks, positions and keyword arguments: it runs over a list in which the layers of other chunks
-are replaced by modules that return their input. So layers keep their index in the list, which forwards use to index
-`config.layer_types`. Hidden states from another stage are fed directly into the first layer of the list, and hidden
-states for another stage are the output of the last one. So operations of a forward before the layers (an embedding
-multiplier, a norm, dropout) affect the first chunk only, and operations after them (a final norm, with weights or
-without) affect the last chunk only.
+The body's own forward of Hugging Face still computes masks, positions and keyword arguments. It runs over a list in
+which the layers of other chunks are replaced by modules that return their input. So layers keep their index in the
+list, which forwards use to index `config.layer_types`. Hidden states from another stage replace the input of the first
+layer in the list, and the output of the last layer is sent to the next stage. So operations before the layers (an
+embedding multiplier, a norm, dropout) affect the first chunk only, and operations after the layers (a final norm)
+affect the last chunk only.
 
 Invariant: parameters keep the names they have in the whole model, and the chunks, run in order, compute the same bits
 as the whole model; `require_divisible` compares the two before any module is removed.
 
-Collect weights, shared gradients and other values over all stages of a pipeline. All functions are collective over the
-stages, and do nothing for a whole model. Invariant: `of_all_stages` yields the same names and values in the same order
-on all stages, and holds one group of tensors of another stage at a time.
+Functions that collect weights, shared gradients and other values are collective over the stages, and do nothing for a
+whole model. Invariant: `of_all_stages` yields the same names and values in the same order on all stages, and holds one
+group of tensors of another stage at a time.
 """
 
 from collections.abc import Iterable, Iterator
@@ -41,13 +40,13 @@ class Place:
     """Position of a rank in the pipeline."""
 
     number: int
-    """The rank's stage; 0 has the embedding, the last one has final norm and head."""
+    """Number of the rank's stage; stage 0 has the embedding, and the last stage has final norm and head."""
     size: int
     """Number of stages."""
     chunks: tuple[range, ...]
     """Layers of every chunk of the model, in the order of a forward pass; chunk c belongs to stage c % size."""
     group: dist.ProcessGroup | None = None
-    """The stages of this model copy, first stage first; None only to try a division in one process."""
+    """The ranks that hold the stages of one copy of the model, first stage first; None in a test in one process."""
     device: torch.device = torch.device("cpu")
     """Device on which the rank computes."""
 
@@ -100,7 +99,7 @@ def stage_of(hf: nn.Module) -> PipelineStage | None:
 
 
 def layers_of_chunks(num_layers: int, num_stages: int, chunks_per_stage: int) -> tuple[range, ...]:
-    """Divide the layers as evenly as possible, with one more in earlier chunks, because the last has the head.
+    """Divide the layers as evenly as possible. Remaining layers go to the first chunks, because the last has the head.
 
     Raises:
         ConfigError: there are fewer layers than chunks.
@@ -119,7 +118,7 @@ def layers_of_chunks(num_layers: int, num_stages: int, chunks_per_stage: int) ->
 
 
 def keep_stage(hf: PreTrainedModel, meshes: Meshes, chunks_per_stage: int, device: torch.device) -> PipelineStage:
-    """Reduce a model, in place, to the part that this rank's stage holds, after a call of `try_division`.
+    """Reduce a model, in place, to the part that this rank's stage holds. `try_division` must have passed before.
 
     Raises:
         ConfigError: the model cannot be divided into these chunks.
@@ -130,9 +129,9 @@ def keep_stage(hf: PreTrainedModel, meshes: Meshes, chunks_per_stage: int, devic
 
 
 def try_division(probe_model: PreTrainedModel) -> None:
-    """Test on a small model of the architecture that it divides layer by layer, and leave the model whole.
+    """Test on a small model that its architecture can be divided before every layer. The model stays whole.
 
-    The first chunk has no layer, so that every layer comes after a division, even in a model of one layer.
+    The first chunk has no layer, so that there is a division before the first layer too.
 
     Raises:
         ConfigError: the model cannot be divided.
@@ -143,7 +142,7 @@ def try_division(probe_model: PreTrainedModel) -> None:
 
 
 def cut(hf: PreTrainedModel, place: Place) -> PipelineStage:
-    """Remove, in place, the modules that other stages hold, on all ranks before sharding.
+    """Remove, in place, the modules that only other stages hold. All ranks call this before sharding.
 
     Raises:
         ConfigError: the model cannot be divided, or a stage would have nothing to train.
@@ -172,7 +171,7 @@ def cut(hf: PreTrainedModel, place: Place) -> PipelineStage:
 
 @contextmanager
 def active(hf: PreTrainedModel, place: Place, chunk: int) -> Iterator[None]:
-    """Run a block in which the body's forward, but nothing else in the model, is limited to one chunk.
+    """Run a block in which the forward of the model's body runs the layers of one chunk only.
 
     In the block the body takes the hidden states of the previous chunk as `inputs_embeds` (except for the first
     chunk), and its `last_hidden_state` is the input of the next chunk (except for the last chunk).
@@ -210,14 +209,14 @@ def active(hf: PreTrainedModel, place: Place, chunk: int) -> Iterator[None]:
 
 
 def require_divisible(hf: PreTrainedModel, place: Place) -> None:
-    """Run a whole model chunk by chunk, and compare the result with its own forward on a few tokens.
+    """Run a whole model chunk by chunk on a few tokens, and compare the result with that of its own forward.
 
     Args:
         hf: the whole model with its weights loaded, or a small model of the same architecture.
-        place: position of any stage; its division into chunks is tested.
+        place: position of any stage; only its division into chunks is used.
 
     Raises:
-        ConfigError: the two differ, or a chunk cannot run alone.
+        ConfigError: the results differ, or a chunk cannot run alone.
     """
     was_training = hf.training
     hf.eval()
@@ -255,7 +254,7 @@ class _PassThrough(nn.Module):
 
 
 class _Through(nn.Module):
-    """Wraps the first or last layer of the list: replaces its input with received hidden states, keeps its output."""
+    """Wraps the first or last layer of the list: feeds received hidden states into the layer, and keeps its output."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -264,7 +263,7 @@ class _Through(nn.Module):
         self.left: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the layer, by which some bodies choose the mask."""
+        """Return an attribute of the layer, because some bodies choose a layer's mask by such an attribute."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -282,7 +281,7 @@ class _Ends:
     """Names of the body's modules that have weights and are not decoder layers."""
 
     before: tuple[str, ...]
-    """Modules before the layers; the first one is not always the embedding."""
+    """Modules that run before the layers; the first one is not always the embedding."""
     after: tuple[str, ...]
     """Modules after the layers: the final norm, if it has weights."""
 
@@ -293,7 +292,7 @@ class _Ends:
 
     @classmethod
     def of(cls, hf: PreTrainedModel) -> "_Ends":
-        """Find these modules in a model, including modules that a stage does not hold."""
+        """Return the names for a model, also of modules that were removed from a stage."""
         known = getattr(hf, _ENDS, None)
         return known or cls._found(hf)
 
@@ -318,7 +317,7 @@ def _has_weights(owner: nn.Module, child: str) -> bool:
 
 
 def _owners(hf: PreTrainedModel, ends: _Ends, place: Place) -> dict[str, list[int]]:
-    """Return the stages that hold each weight."""
+    """Return, for each weight, the numbers of the stages that hold it."""
     prefix = next(name for name, module in hf.named_modules() if module is body(hf))
     last, everywhere = [place.size - 1], list(range(place.size))
     of_layer = {layer: [c % place.size] for c, chunk in enumerate(place.chunks) for layer in chunk}
@@ -384,7 +383,7 @@ def _refused(hf: PreTrainedModel, why: str) -> ConfigError:
 
 
 _GROUP_BYTES = 64 * 1024**2
-"""Bytes of another stage's tensors that are announced together; a larger tensor is its own group."""
+"""Bytes of tensors whose names and shapes are broadcast together; a larger tensor is a group of its own."""
 
 
 def without_copies(hf: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -396,14 +395,14 @@ def without_copies(hf: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iter
 
 
 def of_all_stages(hf: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of all stages, stage by stage, as each stage broadcasts its own.
+    """Yield the weights of all stages, stage by stage. Each stage broadcasts its own weights.
 
     Args:
         hf: the model of this stage.
         weights: whole tensors that this stage exports.
 
     Yields:
-        Name and tensor: unchanged for this stage's weights, on the rank's device for weights of other stages.
+        Name and tensor: this stage's tensors unchanged, and tensors of other stages on this rank's device.
     """
     stage = stage_of(hf)
     if stage is None:
@@ -450,7 +449,7 @@ def copied_parameters(hf: nn.Module) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def sum_shared_gradients(hf: nn.Module) -> None:
-    """Set the gradients of both copies of a weight to their sum, with the same bits, because a + b is b + a."""
+    """Set the gradients of both copies of a shared weight to their sum, which has the same bits on both stages."""
     stage = stage_of(hf)
     for parameter in shared_parameters(hf).values():
         if not parameter.requires_grad:

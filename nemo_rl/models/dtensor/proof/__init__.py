@@ -1,7 +1,7 @@
-"""Numeric proofs of meshes, run before Ray starts.
+"""Numeric proofs of meshes: before Ray starts, a small model must compute the same on the mesh as on one rank.
 
-`mesh_proof` runs a proof, `small` builds the small model and mesh for it, and `numbers` computes both sides.
-`children` runs the computations in forked processes, `mesh_proof` also stores which meshes were proven.
+`mesh_proof` runs a proof and stores which meshes were proven, `small` builds the small model and mesh, `numbers`
+computes the results to compare, and `children` runs the computations in forked processes.
 """
 
 from nemo_rl.models.dtensor.proof.mesh_proof import prove_mesh

@@ -1,11 +1,12 @@
 """Run calls in forked processes with a deadline, so that no crash or hang of a call affects the caller.
 
-For computations on CPUs before any other part of a run has started. A child is a copy of this process, so it has
-imported the same modules as its parent, and reads the parent's tensors without copying them. It leads its own process
-group or joins its parent's, computes on one thread (OpenMP's other threads do not survive a fork), writes nothing to
-the terminal, and exits when its parent exits.
+The module is for computations on CPUs before any other part of a run has started. A child is a copy of this process, so
+it has imported the same modules as its parent, and reads the parent's tensors without copying them. A child leads its
+own process group or is in its parent's, and computes on one thread, because the other threads of OpenMP do not survive
+a fork. It writes nothing to the terminal, and exits when its parent exits.
 
-Invariant: after `answers` returns or raises, none of its children runs, nor any process that they started.
+Invariant: after `answers` returns or raises, no child runs any more, and with `own_group` no process that a child
+started.
 """
 
 import ctypes
@@ -34,7 +35,7 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class Failure:
-    """Reason why a call gave no answer."""
+    """Reason why a call returned no answer."""
 
     what: str
     """The exception and its message, or the signal that killed the process."""
@@ -64,7 +65,7 @@ class _Child:
         return not part
 
     def end(self) -> int:
-        """Kill the child and its group if they still run, and return its exit status, also in later calls."""
+        """Kill the child, and the group that it leads, if they still run, and return the child's exit status."""
         if self.status is None:
             os.close(self.pipe)
             with suppress(ProcessLookupError, PermissionError):
@@ -78,7 +79,7 @@ def answers[AnswerT](
 ) -> list[AnswerT] | Failure:
     """Call `work(0)` to `work(number - 1)`, each in its own process, and return their answers.
 
-    If one call fails, the other processes are killed, because they may wait for it; then its `Failure` is returned.
+    If one call fails, return its `Failure` and kill the other processes, which may wait for the failed one.
 
     Args:
         work: function whose result can be pickled.
@@ -132,11 +133,11 @@ def _answer_of(child: _Child) -> Any:
 def _fork(work: Callable[[], Any], others: Sequence[_Child], own_group: bool) -> _Child:
     ours, theirs = os.pipe()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # the program may have replaced or closed it
+        with suppress(Exception):  # the program may have replaced or closed the stream
             stream.flush()
     parent = os.getpid()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # fork next to idle threads of torch
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of a fork with threads; torch's are idle
         pid = os.fork()
     if pid == 0:
         os.close(ours)
@@ -145,7 +146,7 @@ def _fork(work: Callable[[], Any], others: Sequence[_Child], own_group: bool) ->
         _run(work, theirs, parent, own_group)
     os.close(theirs)
     if own_group:
-        with suppress(OSError):  # the child calls it too; the first call takes effect
+        with suppress(OSError):  # the child calls setpgid too; the first of the two calls takes effect
             os.setpgid(pid, pid)
     return _Child(pid, ours, own_group)
 
@@ -161,7 +162,7 @@ def _run(work: Callable[[], Any], pipe: int, parent: int, own_group: bool) -> No
         nowhere = os.open(os.devnull, os.O_RDWR)
         for descriptor in range(3):
             os.dup2(nowhere, descriptor)
-        faulthandler.disable()  # an abort is reported as an answer; its stacks need not appear on the terminal
+        faulthandler.disable()  # an abort is reported as a `Failure`; its stacks need not appear on the terminal
         torch.set_num_threads(1)
         _send(pipe, _answer(work))
     finally:

@@ -1,18 +1,16 @@
-"""Prove before a run starts that a mesh gives the same numbers as one process, or find that it is proven.
+"""Prove before a run starts that a mesh gives the same numbers as one process, on a small model of the architecture.
 
-Prove before a run starts that a mesh gives the same numbers as one process, on a small model of the architecture.
-
-    driver ── known already? ──► done
+    driver ── proven already? ──► done
        └─ fork ─► prover: small model, features of its architecture, numbers of one process
                      └─ fork ─► the ranks of a small mesh: numbers of `DTensorBackend`, compared
 
 All computations run on CPUs, within `TIMEOUT_S`, in child processes whose crash does not affect the driver. Invariant:
 a mesh is accepted only if loss, scores, gradient norm and every gradient agree, and the result depends only on the
-inputs of `digest`.
+values that `digest` hashes.
 
-Cache of the meshes that have been proven on this machine, for all runs of a user. Each proof is one empty file, named
-by a digest of everything that the proof depends on. Creating it is atomic, so concurrent runs do not conflict.
-Invariant: a file means that a proof succeeded with exactly this code.
+Proofs that succeeded are stored on the machine for all runs of a user. Each proof is one empty file, named by the
+digest of everything that the proof depends on, including the code. Creating a file is atomic, so concurrent runs do not
+conflict.
 """
 
 import hashlib
@@ -44,7 +42,7 @@ from nemo_rl.utils.errors import ConfigError, DeadlineExceededError
 logger = logging.getLogger(__name__)
 
 _CODE = ("config/rules", "distributed", "models/attention", "models/dtensor", "models/huggingface", "models/*.py")
-"""Files of the library that a proof runs."""
+"""Files of the library whose code a proof runs."""
 _PARALLEL_KEYS = (
     "sequence_parallel",
     "context_parallel_method",
@@ -56,7 +54,7 @@ _OF_THE_RUN = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
 
 def digest(policy: PolicyConfig, mesh: SmallMesh, model: PretrainedConfig) -> str:
-    """Return the digest of a proof, over the model's configuration, the small mesh, keys and versions of the code."""
+    """Return a digest of the model's configuration, the small mesh, configuration keys and versions of the code."""
     section = policy.dtensor_cfg.model_dump(mode="json", include={*_PARALLEL_KEYS})
     shape = {name: value for name, value in model.to_dict().items() if name not in _OF_THE_RUN}
     ingredients: list[Any] = [
@@ -109,7 +107,7 @@ def is_proven(number: str) -> bool:
 
 
 def remember(number: str) -> None:
-    """Store a proof, which the next run repeats if the folder cannot be written."""
+    """Store a proof. If the folder cannot be written, the next run repeats the proof."""
     try:
         folder().mkdir(parents=True, exist_ok=True, mode=0o700)
         (folder() / number).touch()
@@ -120,14 +118,15 @@ def remember(number: str) -> None:
 TIMEOUT_S = 600.0
 _RANKS_S = 240.0
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
-"""Largest relative difference of numbers, by the dtype in which the small model computes. Another order of sums changes
-gradients by up to 1e-12 in float64, and by up to 1e-4 in float32. An error of a mesh is a term that is missing, added
-twice or taken from another token: with a few dozen tokens, two heads and four experts, this is 1e-3 or more."""
+"""Largest relative difference that is accepted, by the dtype in which the small model computes. Another order of sums
+changes gradients by up to 1e-12 in float64, and by up to 1e-4 in float32. If a mesh is wrong, a term of a sum is
+missing, added twice or taken from another token. With a few dozen tokens, two heads and four experts, this changes
+gradients by 1e-3 or more."""
 _AXES = ("pp", "cp", "tp", "ep")
 
 
 def prove_mesh(policy: PolicyConfig, layout: ParallelLayout, model: PretrainedConfig, section: str = "policy") -> None:
-    """Prove that a mesh is correct, unless it is proven already or needs no proof.
+    """Prove that a mesh is correct, unless a proof is stored or the mesh needs none.
 
     Args:
         layout: axis sizes, from the section and the number of ranks.
@@ -135,7 +134,7 @@ def prove_mesh(policy: PolicyConfig, layout: ParallelLayout, model: PretrainedCo
         section: name of the section, for messages.
 
     Raises:
-        ConfigError: the architecture cannot be divided in this way, or its numbers differ.
+        ConfigError: the architecture cannot be divided in this way, or mesh and one process give different numbers.
     """
     if not needs_proof(layout, model):
         return
@@ -157,7 +156,7 @@ def prove_mesh(policy: PolicyConfig, layout: ParallelLayout, model: PretrainedCo
 
 @dataclass(frozen=True)
 class _ProofQuestion:
-    """A mesh and a model for which it is to be proven."""
+    """A mesh, and the model for which it is to be proven."""
 
     policy: PolicyConfig
     mesh: SmallMesh
@@ -186,7 +185,7 @@ class _ProofQuestion:
         )
 
     def _way_out(self) -> str:
-        """Return the advice: the keys whose removal, one at a time, leaves a mesh that is proven correct."""
+        """Return advice that names each setting whose change alone gives a mesh that is proven correct."""
         fine = [keys for keys, question in self._simpler() if question is None or question.failure() is None]
         return f"Set {' or '.join(fine) or _alone(self.policy)}."
 
@@ -211,7 +210,7 @@ def _keys(policy: PolicyConfig) -> Iterator[str]:
 
 
 def _changes(policy: PolicyConfig) -> Mapping[str, dict[str, Any]]:
-    """Return the single changes that divide the model less: configuration key to updated fields."""
+    """Return the changes of one setting that divide the model less, as `{setting: updated fields}`."""
     section = policy.dtensor_cfg
     ways: dict[str, dict[str, Any]] = {}
     if section.sequence_parallel and section.tensor_parallel_size > 1:
@@ -223,16 +222,16 @@ def _changes(policy: PolicyConfig) -> Mapping[str, dict[str, Any]]:
 
 
 def _alone(policy: PolicyConfig) -> str:
-    """Return the advice if no single change helps: set every axis to one rank."""
+    """Return the settings that set every axis to one rank, as advice if no single change helps."""
     axes = [axis for axis in _AXES if policy.dtensor_cfg.size(axis) > 1]
     return " and ".join(f"{policy.dtensor_cfg.size_keys[axis]}=1" for axis in axes)
 
 
 def _prove(question: _ProofQuestion) -> Failure | None:
-    """Compare one process with the ranks, inside the prover process.
+    """Compare one process with the ranks of the small mesh. This runs inside the prover process.
 
-    Computes in float64, which shows small errors, or in float32 if the architecture fails in float64. Models with
-    experts are compared in float32 as well, because grouped matrix products do not support float64.
+    Both compute in float64, which shows small errors, or in float32 if the architecture raises an error in float64.
+    Models with experts are compared in float32 as well, because grouped matrix products do not support float64.
     """
     from nemo_rl.models.dtensor.build import longest_sequence, try_out
     from nemo_rl.models.dtensor.expert_parallel import find_experts
@@ -282,7 +281,7 @@ def _on_rank(task: Any, reference: Any, store: Path, rank: int) -> Any:
 
 
 def _largest(reference: Any, ranks: list[Any], tolerance: float) -> Failure | None:
-    """Choose the difference to report: of loss, scores, gradients or norm, the first one and the largest one."""
+    """Return the first and the largest difference of loss, scores, gradients and norm, or None if all agree."""
     loss, norm = sum(rank.loss for rank in ranks), ranks[0].norm
     gradients = {name: error for rank in ranks for name, error in rank.gradients.items()}
     for rank in ranks:

@@ -1,14 +1,13 @@
 """Compute the numbers that a proof compares: loss, scores, gradients and their norm, of one process and of a mesh.
 
 One process scores each row separately, unpadded, with the model's own forward and its own attention. The ranks run
-`DTensorBackend` with all settings of the policy section, on microbatches in the layout of a run. Both compute in
-float64 if the architecture supports it.
+`DTensorBackend` with all settings of the policy section, on microbatches in the layout of a run.
 
-Invariant: every gradient of the one process is compared with its sum over the ranks.
+Invariant: every gradient of the one process is compared with the gradient of the mesh, summed over its ranks.
 
-Compute everything in float64, even if the code of an architecture casts to float32. Norms, softmax, routers and rotary
-embeddings compute in float32 for any dtype of the model. Their rounding depends on the order of sums and would hide
-errors below 1e-5. In float64 the rounding is 1e-12.
+Both sides compute in float64 if the architecture supports it. Norms, softmax, routers and rotary embeddings usually
+compute in float32 for any dtype of the model. Their rounding depends on the order of sums and would hide errors below
+1e-5. `in_float64` replaces float32 in this code too, and in float64 the rounding is 1e-12.
 """
 
 import math
@@ -41,12 +40,12 @@ from nemo_rl.models.training.inputs import InputLayout, ModelInputs, build_posit
 
 _CPU = torch.device("cpu")
 _LENGTHS = ((13, 9), (7, 11, 6))
-"""Tokens of the rows of each microbatch: different shapes, longer than a window."""
+"""Length in tokens of each row of each microbatch; microbatches differ in shape, and rows are longer than a window."""
 _ALIKE = 6
-"""Number of tokens at the start that the rows of a microbatch share: a prompt."""
+"""Number of tokens of the prompt with which all rows of a microbatch begin."""
 _NEGLIGIBLE = 1e-3
-"""An error is relative to the largest number of its gradient, or at least to this fraction of the model's largest
-gradient: the true gradient of some parameters (biases of keys) is zero, so that only rounding remains."""
+"""A difference is divided by the largest number of its gradient, but at least by this fraction of the model's largest
+gradient. The true gradient of some parameters (biases of keys) is zero, so the computed one consists of rounding."""
 _ADAPTED = 0.1
 
 
@@ -57,7 +56,7 @@ class Reference:
     loss: float = 0.0
     """Loss of all rows."""
     scores: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    """`[b, T - 1]`, or `[b, T]` of a scalar head, by data-parallel rank and microbatch."""
+    """Scores `[b, T - 1]`, or `[b, T]` of a scalar head, by data-parallel rank and microbatch."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
     """Gradient of every trained parameter, by name."""
 
@@ -74,33 +73,33 @@ class Reference:
 
 @dataclass
 class RankNumbers:
-    """Numbers of one rank, as differences from the reference."""
+    """Numbers of one rank: its loss and norm, and its differences from the reference."""
 
     loss: float
-    """Loss of its rows; 0 on ranks whose loss does not count."""
+    """Loss of the rank's rows; 0 on ranks that report no results (`ParallelLayout.result_ranks`)."""
     norm: float
     """Joint 2-norm of all gradients."""
     scores: float
     """Largest difference of a score, relative to the largest score."""
     gradients: dict[str, float]
-    """Largest difference of each gradient, relative to its largest number, by name."""
+    """Largest difference of each gradient by name, relative to the largest number of the gradient."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """The computation of both sides."""
+    """The model, settings and rows with which both sides compute."""
 
     probe_model: PreTrainedModel
     """The small model, with weights."""
     policy: PolicyConfig
-    """Section of the small mesh."""
+    """Policy section with the settings of the small mesh."""
     layout: ParallelLayout
     """The small mesh."""
     found: Found
     """Features that the architecture supports."""
 
     def model(self) -> Any:
-        """Wrap a copy of the small model, with random values in its adapters, in the dtype of the small model."""
+        """Return a wrapped copy of the small model in its dtype, with random values in its adapters."""
         dtype = next(self.probe_model.parameters()).dtype
         model = adapted(deepcopy(self.probe_model), self.policy, self.found, seed=0).to(dtype)
         if dtype == torch.float64:
@@ -140,7 +139,7 @@ class Task:
 
 
 def one_process(task: Task) -> Reference:
-    """Compute the numbers with the model's own forward, row by row."""
+    """Compute the reference numbers with the model's own forward, row by row."""
     hf = task.model().hf
     if hf._can_set_attn_implementation():
         hf.set_attn_implementation("eager")
@@ -164,9 +163,9 @@ def one_process(task: Task) -> Reference:
 
 
 def _scores_of_row(task: Task, hf: PreTrainedModel, rows: BatchedDataDict[Any], row: int, length: int) -> Tensor:
-    """Score one row: its tokens after the prompt, or for a scalar head every position.
+    """Return the scores of one row: those of its tokens after the prompt, or of every position for a scalar head.
 
-    The model's own forward gives the score of the last position only.
+    With a scalar head the model's own forward scores only the last position, and its head is called for the others.
     """
     ids = rows["input_ids"][row : row + 1, :length]
     logits = hf(input_ids=ids, use_cache=False).logits
@@ -180,7 +179,7 @@ def _scores_of_row(task: Task, hf: PreTrainedModel, rows: BatchedDataDict[Any], 
 
 
 def on_mesh(task: Task, reference: Reference) -> RankNumbers:
-    """Compute the numbers of this rank in a collective call, in a process group of the size of the mesh."""
+    """Compute the numbers of this rank in a collective call. The process group has as many ranks as the mesh."""
     built = Built(task.model(), LazyWeights(), task.found.shares_prompts)
     options: dict[str, Any] = {"init_optimizer": False, "init_reference_model": False}
     backend = DTensorBackend(task.policy, _CPU, task.layout, build=lambda *_: built, **options)
@@ -224,7 +223,7 @@ def _laid_out(task: Task, backend: DTensorBackend, rows: BatchedDataDict[Any]) -
 
 
 def _gradients(backend: DTensorBackend) -> tuple[float, Iterator[tuple[str, Tensor]]]:
-    """Return norm and whole gradients of this rank's stage, by the whole model's names, in a collective call."""
+    """Return norm and whole gradients of this rank's stage, by names of the whole model, in a collective call."""
     hf, stage = backend.model.hf, stage_of(backend.model.hf)
     sum_shared_gradients(hf)
     norm = clip_gradients(
@@ -244,7 +243,7 @@ def _gradients(backend: DTensorBackend) -> tuple[float, Iterator[tuple[str, Tens
 
 
 def _relative(got: Tensor, want: Tensor, scale: float) -> float:
-    """Return the largest difference, relative to the largest number, with NaN as infinite."""
+    """Return the largest difference, relative to the largest wanted number, or infinity if one is not finite."""
     size = max(float(want.abs().max()), _NEGLIGIBLE * scale) if want.numel() else 1.0
     worst = float((got.double() - want.double()).abs().max()) if want.numel() else 0.0
     return worst / size if size and math.isfinite(worst) else (0.0 if worst == 0 else math.inf)
@@ -252,7 +251,7 @@ def _relative(got: Tensor, want: Tensor, scale: float) -> float:
 
 @contextmanager
 def in_float64() -> Iterator[None]:
-    """Run a block in which this thread computes in float64, for models in float64."""
+    """Run a block in which this thread computes in float64 where code asks for float32. The model is in float64."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

@@ -1,7 +1,7 @@
 """Build the small model and the small mesh of a proof: every kind of layer, on as few ranks as possible.
 
-Invariant: every size that ranks divide stays a multiple of their number, and odd sizes of the model (seven queries for
-each key, three ranks) stay odd. Sizes that this module does not know keep their value.
+Invariant: every size that ranks divide stays a multiple of their number. Odd numbers, such as seven query heads for
+each key head or three ranks, stay odd. Sizes that this module does not know keep their value.
 """
 
 import logging
@@ -28,12 +28,12 @@ from nemo_rl.utils.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _WINDOW = 5
-"""Tokens of a sliding window or an attention chunk; fewer than the tokens of a row in the proof."""
+"""Tokens of a sliding window or an attention chunk, fewer than a row of the proof has."""
 _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size")
 _MAMBA_HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "mamba_d_ssm")
 _WIDTH = 256
 _MOST_PARAMETERS = 150_000_000
-"""Limit for a small model; a larger one would take too much memory, and minutes."""
+"""Largest number of parameters of a small model; a larger model would take too much memory and time."""
 _RANDOM = re.compile(r"dropout|pdrop|drop_rate|layerdrop|jitter")
 _TOKENS = 8
 _LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -44,14 +44,14 @@ class SmallMesh:
     """The smallest mesh with the same kinds of division as a given mesh."""
 
     layout: ParallelLayout
-    """Each axis above 1 has the smallest prime factor of its size; there are data-parallel ranks only for experts that
-    other axes do not divide."""
+    """Size of each axis: the smallest prime factor of its size in the given mesh, and 2 for pipeline stages.
+    Data-parallel ranks are added only if expert parallelism needs more ranks than the other axes have."""
     virtual: int
     """Chunks of layers of each pipeline stage."""
 
     @classmethod
     def of(cls, policy: PolicyConfig, layout: ParallelLayout) -> "SmallMesh":
-        """Shrink a mesh."""
+        """Return the small mesh for the layout of a run."""
         pp, cp, tp, ep = (_smallest_prime(size) for size in (layout.pp, layout.cp, layout.tp, layout.ep))
         shards = ep // math.gcd(ep, cp * tp)
         virtual = min(2, policy.dtensor_cfg.virtual_pipeline_size) if pp > 1 else 1
@@ -59,7 +59,7 @@ class SmallMesh:
 
     @property
     def layers(self) -> int:
-        """Smallest number of layers of a model on this mesh."""
+        """Smallest number of layers that a model on this mesh must have."""
         return max(2, self.layout.pp * self.virtual)
 
 
@@ -68,7 +68,7 @@ def _smallest_prime(size: int) -> int:
 
 
 def small_policy(policy: PolicyConfig, mesh: SmallMesh) -> PolicyConfig:
-    """Return the policy section for the small model: in the precision of its parameters, without memory-saving keys."""
+    """Return the policy section for the small model: without rounding, optimizer, dropout and offload."""
     asked, sizes = policy.dtensor_cfg, mesh.layout
     lora = asked.lora_cfg
     adapters = lora.model_copy(
@@ -97,13 +97,14 @@ def small_policy(policy: PolicyConfig, mesh: SmallMesh) -> PolicyConfig:
 def small_model(config: PretrainedConfig, policy: PolicyConfig, mesh: SmallMesh) -> PreTrainedModel:
     """Build a small model of the architecture with random weights, in float32 and eval mode, with every kind of layer.
 
-    Tries several forms of the configuration, and returns the smallest one that the code of the architecture accepts.
+    The function tries several reduced forms of the configuration, and uses the first one with which the architecture's
+    code runs. Smaller forms come first.
 
     Args:
-        mesh: the small mesh that will divide it.
+        mesh: the small mesh that will divide the model.
 
     Raises:
-        ConfigError: no form of the model runs.
+        ConfigError: the architecture runs with no form of the configuration.
     """
     auto: Any = AutoModelForSequenceClassification if policy.reward_model_cfg.enabled else AutoModelForCausalLM
     if type(config) not in auto._model_mapping:
@@ -130,7 +131,7 @@ def small_model(config: PretrainedConfig, policy: PolicyConfig, mesh: SmallMesh)
 
 
 def _forms(config: PretrainedConfig, mesh: SmallMesh, *, ulysses: bool) -> Iterator[PretrainedConfig]:
-    """Yield forms of a configuration, smallest first."""
+    """Yield reduced forms of a configuration, smallest first. The last one is the configuration itself."""
     for form in (_narrow, _with_few_heads, _without_few_heads):
         try:
             yield form(deepcopy(config), mesh, ulysses)
@@ -140,7 +141,7 @@ def _forms(config: PretrainedConfig, mesh: SmallMesh, *, ulysses: bool) -> Itera
 
 
 def _without_few_heads(config: PretrainedConfig, mesh: SmallMesh, ulysses: bool) -> PretrainedConfig:
-    """Shrink vocabulary, feed-forward layers and windows, and reduce the number of experts."""
+    """Reduce vocabulary, feed-forward layers, windows and the number of experts, but not the attention heads."""
     before: Any = deepcopy(config.get_text_config())
     text: Any = smaller(config).get_text_config()
     ranks = math.lcm(mesh.layout.tp, mesh.layout.ep)
@@ -159,7 +160,7 @@ def _without_few_heads(config: PretrainedConfig, mesh: SmallMesh, ulysses: bool)
 
 
 def _with_few_heads(config: PretrainedConfig, mesh: SmallMesh, ulysses: bool) -> PretrainedConfig:
-    """Also keep only one or two key heads for each rank that divides them, and scale the width of the model."""
+    """Reduce also the key heads, to one or two for each rank that divides them, and the hidden size in proportion."""
     text: Any = _without_few_heads(config, mesh, ulysses).get_text_config()
     before = text.num_attention_heads
     heads, keys = _few_heads(text, mesh, ulysses)
@@ -171,7 +172,7 @@ def _with_few_heads(config: PretrainedConfig, mesh: SmallMesh, ulysses: bool) ->
 
 
 def _narrow(config: PretrainedConfig, mesh: SmallMesh, ulysses: bool) -> PretrainedConfig:
-    """Also reduce the heads, keep their size, and set the width of the model separately."""
+    """Reduce also the number of heads, keep the head size, and set the hidden size independently of the heads."""
     if not isinstance(getattr(config.get_text_config(), "head_dim", None), int):
         raise ValueError("the size of its heads follows from its width")
     text: Any = _without_few_heads(config, mesh, ulysses).get_text_config()
@@ -203,7 +204,7 @@ def _set_heads(text: Any, heads: int, keys: int) -> None:
 
 
 def _set_width(text: Any, width: int) -> None:
-    """Set the width, and scale the number of heads of state-space layers with it."""
+    """Set the hidden size, and change the number of heads of state-space layers in proportion."""
     for name in _MAMBA_HEADS:
         count = getattr(text, name, None)
         if isinstance(count, int) and count * width % text.hidden_size == 0:
@@ -228,7 +229,7 @@ def _fix_what_is_random(config: PretrainedConfig) -> None:
 
 @torch.no_grad()
 def _running(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model if its outputs for a few tokens are finite, or raise otherwise."""
+    """Return the model unchanged, or raise an error if it does not give finite outputs for a few tokens."""
     decoder_layers(model)
     tokens = (torch.arange(_TOKENS) * 5 + 1)[None] % model.config.get_text_config().vocab_size
     logits = model(input_ids=tokens, use_cache=False).logits

@@ -1,4 +1,4 @@
-"""Checkpoints of the Megatron backend: its own folders, `torch_dist` files, optimizer state."""
+"""Checkpoints of the Megatron backend: weights and optimizer state in the format `torch_dist`, import and export."""
 
 ITERATION = "iter_0000000"
 """Subfolder of a weights folder that holds the tensors."""

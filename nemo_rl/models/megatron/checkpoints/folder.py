@@ -2,7 +2,7 @@
 
 A weights folder holds `iter_0000000` with the tensors of the whole model in the format `torch_dist`, the Hugging Face
 configuration and tokenizer, and with LoRA also `adapter`. Invariant: an export has every tensor of the checkpoint
-once, with its adapter merged, and is written one tensor at a time, from front to back.
+once, with its adapter merged. The export holds one tensor in memory at a time.
 """
 
 import re
@@ -34,7 +34,7 @@ _BROKEN = (OSError, RuntimeError, ValueError, KeyError, AssertionError, EOFError
 
 
 class SavedTensors:
-    """The tensors of a folder.
+    """Reads the tensors of a checkpoint folder.
 
     Args:
         folder: folder in the format `torch_dist`.
@@ -54,12 +54,12 @@ class SavedTensors:
         """Names of all tensors in the folder."""
 
     def like(self, name: str) -> Tensor:
-        """Return a tensor on the meta device with the shape and dtype of a stored one."""
+        """Return a tensor on the meta device with the shape and dtype of a stored tensor."""
         held = self._held[name]
         return torch.empty(held.size, dtype=held.properties.dtype, device="meta")
 
     def read(self, names: Iterable[str]) -> Tensor:
-        """Read one tensor, or several stacked along their rows, to the CPU.
+        """Read one tensor, or several tensors concatenated along their rows, to the CPU.
 
         Raises:
             CheckpointError: a file is damaged.
@@ -90,11 +90,11 @@ class SavedTensors:
 _MTP_LAYER = re.compile(r"^(mtp\.layers\.\d+\.)transformer_layer\.")
 """Name under which Megatron Core stores the transformer layer of a multi-token-prediction layer."""
 _HALF = re.compile(r"_[wv]$")
-"""Suffixes of the names of gate and up, which are stacked in one parameter."""
+"""Suffixes of the stored names of gate and up, which one parameter contains as its two halves."""
 
 
 def by_parameter(names: Iterable[str]) -> dict[str, list[str]]:
-    """Group tensor names by the parameter of the whole model that they store.
+    """Group the names of stored tensors by the parameter of the whole model to which they belong.
 
     Args:
         names: `SavedTensors.names`.
@@ -113,7 +113,10 @@ _FLOAT32_BYTES, _HALF_BYTES = 4, 2
 
 
 def checkpoint_bytes(policy: PolicyConfig, checkpointing: CheckpointingConfig) -> int | None:
-    """Return a lower bound: weights, Adam's two moments and float32 weights, and a consolidated model if saved."""
+    """Return a lower bound of a checkpoint's bytes, or None if the number of parameters is not known.
+
+    It counts weights, Adam's two moments, float32 copies of 16-bit weights, and a consolidated model if one is saved.
+    """
     parameters = count_parameters(policy.model_name)
     if parameters is None:
         return None
@@ -127,9 +130,9 @@ def checkpoint_bytes(policy: PolicyConfig, checkpointing: CheckpointingConfig) -
 
 
 def read_into(model: "PreTrainedModel", weights: Path) -> None:
-    """Read a checkpoint into a model of transformers by the rules for names in memory (see `FolderBackend.read_into`).
+    """Read a checkpoint into a model of transformers (see `FolderBackend.read_into`).
 
-    The rules between Megatron Core and the hub are those of the export.
+    Megatron Core's tensors are converted to hub tensors as in an export, and then to the model's weights in memory.
     """
     from nemo_rl.models.huggingface.checkpoint_names import in_memory
 
@@ -169,10 +172,12 @@ def hub_tensors_of(
     """Yield a checkpoint's tensors under the names and shapes of the hub.
 
     Args:
+        weights: the weights folder of a checkpoint.
+        config: Hugging Face configuration of the model.
         meta: yield only shapes and dtypes, as tensors on the meta device.
 
     Yields:
-        Name, tensor, and whether it keeps its dtype.
+        Name, tensor, and whether the tensor keeps its dtype in an export.
 
     Raises:
         CheckpointError: the folder is damaged, or its tensors do not fit the configuration.

@@ -1,11 +1,11 @@
 """Convert a hub model to a checkpoint of this backend, in one process without a GPU.
 
-The Megatron Core model is made without values, only for names and shapes. torch's writer requests one tensor after
-another, and each is read from the hub's files at that time. Runs do not need this conversion, because every rank reads
-the hub's files directly.
+The Megatron Core model is built without values, to find the names and shapes of its tensors. torch's writer requests
+one tensor after another, and each is read from the hub's files when it is requested. Runs do not need this conversion,
+because every rank reads the hub's files directly.
 
-Invariant: every tensor of the files is in the checkpoint or left out by a rule, and every tensor of the checkpoint
-comes from the files; at most two parameters are in memory.
+Invariant: every tensor of the files is in the checkpoint, or a rule leaves it out. Every tensor of the checkpoint comes
+from the files. At most two parameters are in memory.
 """
 
 import logging
@@ -44,7 +44,7 @@ _CPU = torch.device("cpu")
 _SECTIONS: dict[str, Any] = {"dtensor_cfg": {"enabled": False}, "megatron_cfg": {"enabled": True}}
 _GENERATION_CONFIG = "generation_config.json"
 _HALVES = {"_w": 0, "_v": 1}
-"""Suffixes of the stored names of gate and up, and the numbers of these parts."""
+"""Suffixes of the stored names of gate and up, and their indices in the parameter that contains both."""
 
 
 def import_huggingface(model_name: str, target: Path, dtype: str | None = None) -> int:
@@ -53,7 +53,7 @@ def import_huggingface(model_name: str, target: Path, dtype: str | None = None) 
     Args:
         model_name: hub id or local folder.
         target: a new or empty folder.
-        dtype: dtype of the weights; None takes that of the model's configuration.
+        dtype: dtype of the weights; None takes the dtype of the model's configuration.
 
     Returns:
         Number of hub tensors that the checkpoint holds.
@@ -90,7 +90,7 @@ def import_huggingface(model_name: str, target: Path, dtype: str | None = None) 
 
 
 class _Values:
-    """Tensors of a checkpoint, each read from the hub's files when it is written."""
+    """Reads each tensor of a checkpoint from the hub's files when the tensor is written."""
 
     def __init__(self, rules: Rules, files: DequantizedFiles, stored: dict[str, tuple[Part, ...]]) -> None:
         self._rules, self._files, self._stored = rules, files, stored
@@ -115,7 +115,7 @@ class _Values:
         return whole if half is None else whole.chunk(2)[half]
 
     def progress(self, weights: Path) -> StillWaiting:
-        """Return the wait for all tensors of the files to be written."""
+        """Return a log of progress until all tensors of the files are written."""
         total = len(self._missing)
         return StillWaiting(
             f"the writing of {weights}", "tensors are written", lambda: total - len(self._missing), total
@@ -142,7 +142,7 @@ def _one_rank(section: MegatronConfig, layout: ParallelLayout) -> Iterator[None]
 
 
 def _state(config: PretrainedConfig, section: MegatronConfig, precision: torch.dtype) -> Any:
-    """Return the sharded state of the whole model, for names and shapes but not for values."""
+    """Return the sharded state of the whole model. Only its names and shapes are meaningful, not its values."""
     from nemo_rl.models.megatron.checkpoints.run_state import model_state
     from nemo_rl.models.megatron.model.build import build_chunks
     from nemo_rl.models.megatron.scoring import give_scalar_head
@@ -154,7 +154,7 @@ def _state(config: PretrainedConfig, section: MegatronConfig, precision: torch.d
 
 
 def _write_other_files(folder: Path, config: PretrainedConfig, target: Path, policy: dict[str, Any]) -> None:
-    """Write the files other than tensors: the model's configuration and tokenizer, and config.yaml of a run."""
+    """Write configuration and tokenizer of the model, the config.yaml of a run, and the manifest."""
     weights = target / "policy" / "weights"
     config.save_pretrained(weights)
     for name in (*TOKENIZER_FILES, _GENERATION_CONFIG):

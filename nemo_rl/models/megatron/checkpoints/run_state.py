@@ -1,6 +1,6 @@
-"""Write and read the training state of a model of Megatron Core.
+"""Write and read the weights and the training state of a model of Megatron Core.
 
-Layout (W = weights folder, O = optimizer folder), written by all ranks together:
+All ranks together write this layout (W = weights folder, O = optimizer folder):
 
     W/iter_0000000/                torch_dist: one undivided tensor for each parameter of the whole model
     W/config.json                  configuration of the Hugging Face model
@@ -8,17 +8,15 @@ Layout (W = weights folder, O = optimizer folder), written by all ranks together
     O/trainer.pt                   number of updates, position of the schedule, loss scale
     O/rng/rank_<r>.pt              random-number generators of each rank
 
-Invariant: a load restores every bit that a save wrote, on any mesh (random-number state only on the same one).
-Hyperparameters come from the configuration, and the schedule continues as if they had been used from the first step.
-If one rank cannot write or read, all ranks raise. The caller makes writing atomic.
+Invariant: a load restores every bit that a save wrote, on any mesh. Random-number state is restored only on the same
+mesh. If one rank cannot write or read, all ranks raise an error. The caller makes writing atomic.
 
-Convert the state of Megatron Core's optimizers to named parts of whole tensors, and load it into other optimizers. A
-moment has the name of its parameter, independent of the optimizer of the chain that holds it, so that optimizers on
-other meshes, chained or not, distributed or not, can read it. Hyperparameters come from the configuration and the
-schedule; only the step is saved.
+The optimizer state is saved as named parts of whole tensors. A moment has the name of its parameter, whichever
+optimizer holds it, so that optimizers on other meshes, chained or not, distributed or not, can read it. Hyperparameters
+are not saved. They come from the configuration, and the schedule continues as if the run had used them from its start.
 
-Invariant: after a load each parameter has its own step tensor. torch's Adam increments it in place, so a tensor shared
-by several parameters would silently be incremented several times per update.
+Invariant: after a load each parameter has its own step tensor. torch's Adam increments this tensor in place, so a
+tensor shared by several parameters would silently be incremented several times per update.
 """
 
 import logging
@@ -54,16 +52,16 @@ _TORCH_STATES: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.Adam: ("exp_avg", "exp_avg_sq"),
     torch.optim.SGD: ("momentum_buffer",),
 }
-"""States that torch's optimizers keep per parameter (AdamW is a subclass of Adam); others make their own states."""
+"""States that torch's optimizers keep per parameter; AdamW is a subclass of Adam."""
 
 
 def is_distributed(optimizer: Any) -> bool:
-    """Return whether data-parallel ranks divide the state, of which `state_to_save` then returns copies."""
+    """Return whether data-parallel ranks divide the optimizer state. If so, `state_to_save` returns copies of it."""
     return any(isinstance(member, DistributedOptimizer) for member in parts_of(optimizer))
 
 
 def has_state(optimizer: Any) -> bool:
-    """Return whether there is optimizer state to save: after an update or a load, and always for SGD."""
+    """Return whether there is optimizer state to save, which is so after an update or a load, and always for SGD."""
     inner = [each for member in parts_of(optimizer) for each in _inner(member)]
     return any(any(each.state.values()) or isinstance(each, torch.optim.SGD) for each in inner)
 
@@ -84,7 +82,7 @@ def common_step(optimizer: Any) -> float | None:
 
 
 def loss_scale(optimizer: Any) -> dict[str, Any] | None:
-    """Return the state of the loss scale of float16, or None for other dtypes."""
+    """Return the state of the loss scaler for float16, or None for other dtypes."""
     scalers = [getattr(member, "grad_scaler", None) for member in parts_of(optimizer)]
     return next((scaler.state_dict() for scaler in scalers if scaler), None)
 
@@ -94,20 +92,20 @@ def state_to_save(optimizer: Any, model: Sharded) -> Sharded:
 
     Args:
         optimizer: Megatron Core's optimizer.
-        model: new sharded state of the model, with names and positions of the parameters.
+        model: a new result of `model_state`, which gives names and positions of the parameters.
     """
     return _of_members(optimizer, model, loading=False)
 
 
 def state_to_load(optimizer: Any, model: Sharded) -> Sharded:
-    """Return the optimizer state into which this rank reads a checkpoint, after making missing states."""
+    """Return the optimizer state into which this rank reads a checkpoint. States that do not exist yet are made."""
     for member in parts_of(optimizer):
         _make_states(member)
     return _of_members(optimizer, model, loading=True)
 
 
 def weights_and_masters(optimizer: Any, loaded: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the 16-bit weights of this rank with the float32 weights read for them, of the same number of elements.
+    """Yield pairs of a 16-bit weight of this rank and its float32 weight from the checkpoint, of the same size.
 
     Args:
         optimizer: the optimizer given to `state_to_load`.
@@ -146,7 +144,7 @@ def put_back(optimizer: Any, loaded: dict[str, Any], step: float | None, scale: 
 
 
 def forget(optimizer: Any) -> None:
-    """Drop all moments and steps, and take over the model's current weights."""
+    """Drop all moments and steps, and copy the model's current weights into the optimizer."""
     for member in parts_of(optimizer):
         for inner in (member.optimizer, *_inner(member)):
             inner.state.clear()
@@ -156,7 +154,7 @@ def forget(optimizer: Any) -> None:
 
 
 def _inner(member: Any) -> list[torch.optim.Optimizer]:
-    """Return the torch optimizers of a member, one for each device if a part is updated on the host."""
+    """Return the torch optimizers of a member of the chain: several if a part of the weights is updated on the host."""
     inner = member.optimizer
     return list(inner.sub_optimizers) if isinstance(inner, HybridDeviceOptimizer) else [inner]
 
@@ -170,7 +168,7 @@ def _tensors(member: Any, model: Sharded, loading: bool) -> Sharded:
     """Return moments and float32 weights of a member, under names that do not depend on its class."""
     if not isinstance(member, DistributedOptimizer):
         state = member.sharded_state_dict(model, is_loading=False, metadata=dict(CONTENT))
-        if _MASTERS in state:  # lists would lose empty entries
+        if _MASTERS in state:  # as dicts, because Megatron Core drops empty items of lists and so changes the indices
             state[_MASTERS] = {group: dict(enumerate(held)) for group, held in enumerate(state[_MASTERS])}
         return extract_sharded_base(state)[0]
     on_first_rank = getattr(member, "data_parallel_group_gloo", None) is not None
@@ -179,7 +177,7 @@ def _tensors(member: Any, model: Sharded, loading: bool) -> Sharded:
     full_precision = [parameter.dtype is torch.float32 for parameter in _parameters(member)]
     for index, state in states.items():
         if full_precision[index]:
-            del state["param"]  # the weight itself
+            del state["param"]  # for a float32 weight this is the weight itself, which the weights folder holds
         else:
             master = state.pop("param")
             state["fp32_param"] = replace(master, key=master.key.replace(_DISTRIBUTED_MASTER, _MASTER, 1))
@@ -203,10 +201,10 @@ def _put_back_distributed(member: DistributedOptimizer, states: dict[int, dict[s
 
 
 def _keep_parts_alone(inner: HybridDeviceOptimizer) -> None:
-    """Give each weight its own states on its device.
+    """Replace the loaded states of each weight by copies on the weight's device.
 
-    The loaded states are views of whole tensors, and Megatron Core distinguishes devices by classes of optimizers,
-    which are the same without Transformer Engine.
+    The loaded states are views of whole tensors, possibly on the other device. Megatron Core tells host and GPU apart
+    by the class of the optimizer, but without Transformer Engine both have the same class.
     """
     for each in inner.sub_optimizers:
         for parameter, state in each.state.items():
@@ -227,7 +225,7 @@ def _put_back_plain(member: Any, states: Sharded) -> None:
 
 
 def _make_states(member: Any) -> None:
-    """Make the states to read into, if no update has made them."""
+    """Make the states into which a checkpoint is read, if no update has made them yet."""
     inner = member.optimizer
     if isinstance(inner, HybridDeviceOptimizer):
         _make_states_on_both(inner)
@@ -246,7 +244,7 @@ def _make_states(member: Any) -> None:
 
 
 def _make_states_on_both(inner: HybridDeviceOptimizer) -> None:
-    """Make the states of an optimizer for two devices, whose own `dummy_step` would make a random update."""
+    """Make the states of an optimizer for two devices, without its `dummy_step`, which updates weights at random."""
     for each in inner.sub_optimizers:
         for parameter, _ in _with_groups(each):
             for name in _TORCH_STATES[torch.optim.Adam]:
@@ -281,7 +279,7 @@ logger = logging.getLogger(__name__)
 
 _MOMENTS, _TRAINER = "optim", "trainer.pt"
 _CHECKED_VALUES = 1 << 16
-"""Values that are compared per weight, evenly spaced; a tensor of another checkpoint differs everywhere."""
+"""Number of values that are compared in each weight, evenly spaced. Weights of another checkpoint differ everywhere."""
 _REMAINDERS = float(1 << 15)
 
 
@@ -317,18 +315,18 @@ def prepared(
     hf_config: PretrainedConfig,
     keep: Keep = as_it_is,
 ) -> Iterator[Write]:
-    """Yield the writes of a checkpoint's parts in a collective call, preparing each part only when it is reached.
+    """Yield functions that write the parts of a checkpoint. A part is prepared when its function is requested.
 
     Args:
         paths: folders to write; without an optimizer folder only the weights are written.
-        chunks: the rank's virtual stages, wrapped or not; their weights are complete (no gathering is outstanding).
+        chunks: the rank's virtual stages, wrapped or not. The gathering of their weights must have finished.
         optimizer: Megatron Core's optimizer, or None.
-        scheduler: its `OptimizerParamScheduler`, or None.
+        scheduler: the optimizer's `OptimizerParamScheduler`, or None.
         hf_config: Hugging Face configuration of the model.
         keep: applied to every tensor that will be written.
 
     Yields:
-        Functions that raise a CheckpointError on all ranks if one of them cannot write.
+        Functions that raise a CheckpointError on all ranks if a rank cannot write its files. All calls are collective.
     """
     yield torch_dist.prepare(paths.weights / ITERATION, model_state(chunks), keep)
     yield partial(_write_config, paths.weights, hf_config)
@@ -350,7 +348,7 @@ def prepared(
 
 
 def _of_all_ranks(optimizer: Any) -> tuple[bool, float | None]:
-    """Return whether any rank has optimizer state, and the step, since a rank may hold no trained parameter."""
+    """Return whether any rank has optimizer state, and the number of updates, which a rank may not know itself."""
     found: list[Any] = [None] * dist.get_world_size()
     with raise_on_all_ranks():
         mine = (has_state(optimizer), common_step(optimizer))
@@ -397,7 +395,7 @@ def _load_training_state(folder: Path, chunks: Sequence[Any], optimizer: Any, sc
 
 
 def _check_masters(folder: Path, chunks: Sequence[Any], optimizer: Any, loaded: dict[str, Any]) -> None:
-    """Check that the loaded float32 weights, rounded, are the weights of the model."""
+    """Check that the float32 weights of the optimizer state, rounded, are the weights of the model."""
     names = {id(weight): name for chunk in chunks for name, weight in unwrap(chunk).named_parameters()}
     for weight, master in weights_and_masters(optimizer, loaded):
         every = max(1, weight.numel() // _CHECKED_VALUES)
@@ -420,7 +418,7 @@ def _check_masters(folder: Path, chunks: Sequence[Any], optimizer: Any, loaded: 
 
 
 def model_state(chunks: Sequence[Any]) -> Sharded:
-    """Return a sharded state dict of this rank's parts for one use, because Megatron Core changes it."""
+    """Return a sharded state dict of this rank's parts. Use it once only, because Megatron Core changes it."""
     return {
         f"model{index}": unwrap(chunk).sharded_state_dict(metadata=dict(CONTENT)) for index, chunk in enumerate(chunks)
     }
@@ -451,7 +449,7 @@ def _generators() -> dict[str, Any]:
 
 
 def _restore_generators(folder: Path) -> None:
-    """Restore the random generators if the mesh is the saved one, since ranks of other meshes hold other parts."""
+    """Restore the random generators, unless the mesh has changed, because ranks then hold other parts of the model."""
     file = rng_file(folder)
     saved = load_plain(file) if file.exists() else None
     if saved is None or saved["mesh"] != _mesh():

@@ -1,10 +1,10 @@
 """Write and read sharded state dicts of Megatron Core as folders in the format `torch_dist`.
 
-Megatron Core describes and checks the state; torch's own writer writes it in the calling thread, because Megatron
-Core's writer first starts a process, which takes seconds and needs an importable main module. The folders are the same:
-`megatron.core.dist_checkpointing.load` reads them.
+Megatron Core describes and checks the state. torch's own writer writes it in the calling thread, because Megatron
+Core's writer first starts a process, which takes seconds and needs an importable main module. The format is the same,
+and `megatron.core.dist_checkpointing.load` can read the folders.
 
-Invariant: if one rank cannot write or read, all ranks raise.
+Invariant: if one rank cannot write or read, all ranks raise an error.
 """
 
 import pickle
@@ -39,11 +39,11 @@ from nemo_rl.utils.errors import CheckpointError
 OPTIMIZER_FORMAT = "fully_reshardable"
 """Format in which each moment is a tensor of its parameter's shape, so that any mesh can read it."""
 CONTENT: Mapping[str, Any] = {
-    "singleton_local_shards": True,  # every layer and every expert has its own name
+    "singleton_local_shards": True,  # the tensors of every layer and every expert get their own names
     "distrib_optim_sharding_type": OPTIMIZER_FORMAT,
     "chained_optim_avoid_prefix": True,
 }
-"""Settings that determine names and shapes in the folders; Megatron Core stores them there."""
+"""Settings that determine names and shapes in a folder; Megatron Core stores the settings in the folder."""
 _REFUSED = {
     "dp_reshardable": "after loading it, training would continue with wrong numbers",
     "fully_sharded_model_space": "Megatron Core neither writes nor reads it any more",
@@ -64,7 +64,7 @@ class _Prepared(TorchDistSaveShardedStrategy):
         """Parts of this rank, by name."""
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any, async_strategy: str = "") -> AsyncRequest:
-        """Keep the state that has passed the checks, when `dist_checkpointing.save` calls this."""
+        """Keep the state, which has passed the checks of `dist_checkpointing.save` when it calls this method."""
         self.parts, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
         for name, parts in self.parts.items():
             for index, part in enumerate(parts):
@@ -74,14 +74,14 @@ class _Prepared(TorchDistSaveShardedStrategy):
 
 
 class _Planner(MCoreSavePlanner):
-    """Replaces each tensor when it is written."""
+    """Applies a function to each tensor when the tensor is written."""
 
     def __init__(self, late: Keep) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._late = late
 
     def transform_object(self, write_item: Any, object: Any) -> Any:
-        """Return the object to write, when torch's writer calls this for each item."""
+        """Return the object to write. The writer of torch calls this for each item."""
         return self._late(write_item.index.fqn, object) if isinstance(object, Tensor) else object
 
 
@@ -89,13 +89,14 @@ def prepare(folder: Path, state: Sharded, keep: Keep = as_it_is, late: Keep = as
     """Prepare to write a folder, in a collective call.
 
     Args:
-        folder: created if it does not exist.
+        folder: folder to write, which is created if it does not exist.
+        state: sharded state of this rank.
         keep: applied to every tensor that this rank will write.
-        late: applied to each tensor when it is written. If given, each tensor gets its own file, so that results are
-            released after writing.
+        late: applied to each tensor when it is written. If given, each tensor gets its own file, so that its memory is
+            freed when it has been written.
 
     Returns:
-        A function that writes it; raises a CheckpointError on all ranks if one of them cannot write its files.
+        A function that writes the folder. It raises a CheckpointError on all ranks if a rank cannot write its files.
     """
     with raise_on_all_ranks():
         folder.mkdir(parents=True, exist_ok=True)
@@ -151,7 +152,7 @@ def read(folder: Path, state: Sharded) -> dict[str, Any]:
 def _check_format(folder: Path) -> None:
     read_metadata(folder / METADATA_FILE)
     common = folder / COMMON_STATE_FNAME
-    if common.exists():  # written by older releases of Megatron Core; an environment variable lets it execute code
+    if common.exists():  # from older releases; checked here, because Megatron Core may execute code that is in it
         load_plain(common)
     content = dist_checkpointing.load_content_metadata(str(folder)) or {}
     found = content.get("distrib_optim_sharding_type", OPTIMIZER_FORMAT)

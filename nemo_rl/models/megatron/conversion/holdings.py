@@ -1,15 +1,11 @@
 """Find the parameters that this rank holds, and describe and read them as blocks of hub tensors.
 
-Find the parameters that this rank holds, and the ranks of its pipeline and experts that hold the others.
+Nothing is gathered. A shard of a parameter consists of blocks of hub tensors (rows of query, key and value heads, of
+gate and up, or of an expert in a stack). The rules and their layouts give the places of these blocks.
 
-Invariant: the ranks hold exactly the parameters that the rules describe, or all ranks raise.
-
-Describe and read the blocks of hub tensors that this rank of a Megatron Core model holds. Nothing is gathered: a shard
-of a parameter consists of blocks of hub tensors (rows of query, key and value heads, of gate and up, of an expert in a
-stack), whose places the rules and their layouts give.
-
-Invariant: a parameter's blocks on all of its shards cover its hub tensors once, and the order of the hub tensors is
-that of the rules on all ranks.
+Invariant: all ranks together hold exactly the parameters that the rules describe; otherwise all ranks raise an error.
+The blocks of all shards of a parameter cover its hub tensors once, and hub tensors have the order of the rules on all
+ranks.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,13 +33,13 @@ class Groups:
     """Process groups that divide a model."""
 
     tensor: dist.ProcessGroup
-    """Divides dense layers."""
+    """Ranks that divide dense layers."""
     expert_tensor: dist.ProcessGroup
-    """Divides each expert."""
+    """Ranks that divide each expert."""
     expert: dist.ProcessGroup
-    """Divides the experts of a layer."""
+    """Ranks that divide the experts of a layer."""
     pipeline: dist.ProcessGroup
-    """Divides the layers."""
+    """Ranks that hold the stages of the model."""
 
     @classmethod
     def current(cls) -> "Groups":
@@ -56,7 +52,7 @@ class Groups:
         )
 
     def dividing(self, rule: Rule) -> dist.ProcessGroup:
-        """Return the ranks that divide a parameter's rows or columns, if they are divided."""
+        """Return the group whose ranks divide a parameter's rows or columns, if the parameter is divided."""
         return self.tensor if rule.expert is None else self.expert_tensor
 
     def num_shards(self, rule: Rule) -> int:
@@ -66,20 +62,20 @@ class Groups:
 
 @dataclass(frozen=True)
 class Holder:
-    """Location of a parameter."""
+    """Shape and location of a parameter."""
 
     shape: tuple[int, ...]
-    """Shape of each of its shards."""
+    """Shape of each shard of the parameter."""
     dtype: torch.dtype
     """Dtype of the parameter."""
     stage: int
-    """Rank in the pipeline group."""
+    """Rank in the pipeline group that holds the parameter."""
     expert_rank: int
-    """Rank in the expert group; parameters outside of experts are on all of its ranks."""
+    """Rank in the expert group that holds the parameter; parameters outside of experts are on all of its ranks."""
 
 
 def num_mtp_layers(chunks: Sequence[nn.Module]) -> int:
-    """Return the whole model's number of layers for multi-token prediction, counting a repeated layer once."""
+    """Return the number of multi-token-prediction layers of the whole model. A layer that is repeated counts once."""
     config = unwrap(chunks[0]).config
     return min(config.mtp_num_layers or 0, 1) if config.mtp_use_repeated_layer else config.mtp_num_layers or 0
 
@@ -101,7 +97,7 @@ def held_here(chunks: Sequence[nn.Module], rules: Rules, groups: Groups) -> dict
 
 
 def holders(held: Mapping[str, Tensor], rules: Rules, groups: Groups) -> dict[str, Holder]:
-    """Locate each parameter of the model, in a collective call over pipeline and experts.
+    """Return the location of each parameter of the model, in a collective call over pipeline and expert groups.
 
     Raises:
         CheckpointError: a parameter has no rule, or a rule has no parameter.
@@ -132,21 +128,22 @@ def held_hf_weights(
     has_scalar_head: bool = False,
     value: Callable[[Tensor], Tensor] = Tensor.detach,
 ) -> Iterator[Readable]:
-    """Yield every weight and persistent buffer of which this rank holds something, tied ones once.
+    """Yield every weight and persistent buffer of which this rank holds a part, tied weights once.
 
-    Collective over all ranks of a model, as reading the weights is if `value` is. Parameters of adapters are skipped,
-    because the hub's model does not have them.
+    The iterator is collective over all ranks of a model. Reading a weight is collective if `value` is. Parameters of
+    adapters are skipped, because the hub's model does not have them.
 
     Args:
         chunks: the rank's virtual stages, wrapped or not.
         hf_config: Hugging Face configuration of the model.
-        dtype: dtype of the values; None keeps that of the parameters. Correction biases of routers stay in float32, as
-            in engines.
+        device: device to which the values are moved.
+        dtype: dtype of the values; None keeps the dtype of the parameters. Correction biases of routers stay in
+            float32, as in engines.
         has_scalar_head: whether the output layer is a reward model's scalar head.
         value: maps this rank's shard of a parameter to the tensor to export.
 
     Raises:
-        CheckpointError: the model has parameters that the configuration does not describe, or lacks some.
+        CheckpointError: the model has parameters that the configuration does not describe, or lacks parameters.
     """
     rules = rules_for(hf_config, has_scalar_head=has_scalar_head, num_mtp_layers=num_mtp_layers(chunks))
     groups = Groups.current()
@@ -206,13 +203,13 @@ class _Block:
     """Name of the hub tensor."""
     tensor_shape: tuple[int, ...]
     place: TensorBlock
-    """Place of the block."""
+    """Place of the block in the hub tensor."""
     part: Part
-    """A part of the parameter that the block contains."""
+    """A part of the parameter whose values are in the block."""
     tensor: Tensor
-    """The shard that holds it."""
+    """The shard that holds the values."""
     rows: tuple[slice, ...]
-    """Rows of the shard; with interleaved parts, those of each part."""
+    """Rows of the shard that the block consists of; one slice for each part if parts are interleaved."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +221,7 @@ class _Shard:
     groups: Groups
 
     def blocks(self, num_experts: int) -> Iterator[_Block]:
-        """Yield the blocks of hub tensors in the shard, `num_experts` of them for a stack of experts."""
+        """Yield the blocks of hub tensors in the shard. `num_experts` is the number of experts in a stack."""
         rule, shape = self.rule, tuple(self.tensor.shape)
         num_shards = self.groups.num_shards(rule)
         number = self.groups.dividing(rule).rank() if num_shards > 1 else 0

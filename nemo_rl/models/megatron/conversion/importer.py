@@ -1,13 +1,11 @@
-"""Load a Megatron Core model from a folder of safetensors files, or from the tensors that an engine is sent.
+"""Load a Megatron Core model from a folder of safetensors files, or from the tensors that an engine receives.
 
-Load a Megatron Core model from a folder of Hugging Face safetensors files. Each rank reads the rows and columns that it
-holds directly into its parameters, without a conversion beforehand and without a copy of the model. Invariant:
-afterwards every parameter has the files' values, and every tensor of the files belongs to a parameter or is left out by
-a rule.
+`load_huggingface` reads files. Each rank reads the rows and columns that it holds directly into its parameters, without
+a conversion beforehand and without a copy of the model. Invariant: afterwards every parameter has the files' values,
+and every tensor of the files belongs to a parameter or is left out by a rule.
 
-Load the weights that an engine is sent into its Megatron Core model, one hub tensor at a time, in any order.
-
-Invariant: tensors whose name or shape does not fit the model are refused, and missing tensors are reported by name.
+`HubReceiver` loads the weights that are sent to an engine, one hub tensor at a time, in any order. Invariant: tensors
+whose name or shape does not fit the model are refused, and missing tensors are reported by name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,16 +28,16 @@ from nemo_rl.utils.errors import CheckpointError, GenerationError
 def load_huggingface(
     chunks: Sequence[nn.Module], hf_config: PretrainedConfig, folder: Path, *, has_scalar_head: bool = False
 ) -> None:
-    """Fill every parameter of this rank's chunks, in a collective call over pipeline and experts.
+    """Read every parameter of this rank's chunks from files, in a collective call over pipeline and expert groups.
 
     Args:
         chunks: the rank's virtual stages, wrapped or not.
         hf_config: Hugging Face configuration of the model in the folder.
         folder: folder with safetensors files.
-        has_scalar_head: whether the output layer is a scalar head; it keeps its values if the files have none for it.
+        has_scalar_head: whether the output layer is a scalar head. It keeps its values if the files have none for it.
 
     Raises:
-        CheckpointError: the folder has no such files, or names or shapes of their tensors do not fit the model.
+        CheckpointError: the folder has no safetensors files, or names or shapes of tensors do not fit the model.
     """
     rules = rules_for(hf_config, has_scalar_head=has_scalar_head, num_mtp_layers=num_mtp_layers(chunks))
     groups = Groups.current()
@@ -52,7 +50,7 @@ def load_huggingface(
 
 
 def _load(tensor: Tensor, rule: Rule, parts: tuple[Part, ...], files: TensorFiles, groups: Groups) -> None:
-    """Read this rank's shard of a parameter."""
+    """Read this rank's shard of a parameter from files."""
     keep_precision(tensor, rule)
     require_shapes(tensor, rule, parts, files, groups.num_shards(rule))
     fill(tensor, rule, dict(enumerate(parts)), files, groups)
@@ -66,12 +64,13 @@ def keep_precision(tensor: Tensor, rule: Rule) -> None:
 
 @torch.no_grad()
 def fill(tensor: Tensor, rule: Rule, parts: Mapping[int, Part], source: TensorSource, groups: Groups) -> None:
-    """Copy parts of a parameter into this rank's shard of it.
+    """Copy parts of a parameter into this rank's shard of the parameter.
 
     Args:
         tensor: the shard.
         rule: rule of the parameter.
-        parts: parts to copy, by their numbers in the rule.
+        parts: parts to copy, by their indices in the rule.
+        source: hub tensors that hold the parts.
         groups: process groups of the mesh.
     """
     num_shards = groups.num_shards(rule)
@@ -87,7 +86,7 @@ def fill(tensor: Tensor, rule: Rule, parts: Mapping[int, Part], source: TensorSo
 
 
 def require_shapes(tensor: Tensor, rule: Rule, parts: tuple[Part, ...], files: TensorFiles, num_shards: int) -> None:
-    """Refuse a file whose tensors have other shapes than the model.
+    """Refuse files whose tensors do not have the shapes that a parameter needs.
 
     Raises:
         CheckpointError: a shape differs; the message names the tensor.
@@ -102,7 +101,7 @@ def require_shapes(tensor: Tensor, rule: Rule, parts: tuple[Part, ...], files: T
 
 @dataclass(frozen=True)
 class _Sent:
-    """A received tensor, as the source of its parts."""
+    """A received tensor as a `TensorSource`."""
 
     tensor: Tensor
 
@@ -114,20 +113,20 @@ class _Sent:
 
 
 class HubReceiver:
-    """Receives the tensors of weight updates, with a constructor that is collective over pipeline and experts.
+    """Receives the tensors of weight updates. The constructor is collective over pipeline and expert groups.
 
     Args:
         chunks: the rank's virtual stages.
         hf_config: Hugging Face configuration of the model.
 
     Raises:
-        CheckpointError: the model has parameters that the configuration does not describe, or lacks some.
+        CheckpointError: the model has parameters that the configuration does not describe, or lacks parameters.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], hf_config: PretrainedConfig) -> None:
         self._chunks, self._rules, self._groups = chunks, rules_for(hf_config), Groups.current()
         self._uses: dict[str, list[tuple[Rule, int, Part]]] = {}
-        """Uses of each hub tensor: rule, number of the part in the rule, and part."""
+        """Uses of each hub tensor: rule of the parameter, index of the part in the rule, and part."""
         for rule in self._rules.by_parameter.values():
             for parts in (rule.parts, rule.stacked_parts):
                 for index, part in enumerate(parts):
@@ -138,7 +137,10 @@ class HubReceiver:
         holders(self._held, self._rules, self._groups)
 
     def begin(self) -> None:
-        """Start an update: expect every tensor, and look up the parameters, because moving a model replaces buffers."""
+        """Start an update that must send every tensor.
+
+        The parameters are looked up again, because buffers are replaced when a model is moved to another device.
+        """
         self._held = held_here(self._chunks, self._rules, self._groups)
         self._missing = {}
         for name, uses in self._uses.items():

@@ -1,13 +1,12 @@
 """Describe where the values of a Megatron Core parameter are in hub tensors, and its name in the whole model.
 
-Map the rows of a parameter's tensor-parallel shards to rows of hub tensors. A parameter of Megatron Core consists of
-rows of one or several hub tensors, its parts: a gated layer holds gate above up, attention holds query, key and value
-heads by groups. Reading and writing both use a `RowLayout`.
+A parameter of Megatron Core consists of rows of one or several hub tensors, its *parts*: a gated layer has the rows of
+gate and then those of up, and attention has query, key and value heads in groups. A `RowLayout` maps the rows of a
+tensor-parallel shard to rows of the parts, for reading and for writing. Invariant: the segments of all shards cover
+every row of every part once.
 
-Invariant: the segments of all shards cover every row of every part once.
-
-Map names of parameters in one rank's part of a model to names in the whole model. Does not import megatron. Invariant:
-a parameter has the same name on every mesh, in Transformer Engine's modules and in Megatron Core's own.
+`global_name` maps the name of a parameter on one rank to its name in the whole model. Invariant: this name is the same
+on every mesh, with Transformer Engine's modules and with Megatron Core's own. The module does not import megatron.
 """
 
 import re
@@ -23,14 +22,14 @@ from nemo_rl.distributed.ranks.tensor_block import TensorBlock
 
 @dataclass(frozen=True)
 class Segment:
-    """Adjacent rows of a part in a shard."""
+    """Adjacent rows of a part that are adjacent in a shard too."""
 
     part: int
-    """Index of the part."""
+    """Index of the part in the rule."""
     start: int
-    """First row."""
+    """First row in the part."""
     stop: int
-    """End of the rows, exclusive."""
+    """Row after the last one in the part."""
 
     @property
     def num_rows(self) -> int:
@@ -39,10 +38,10 @@ class Segment:
 
 
 class RowLayout(Protocol):
-    """Order of the rows of the parts in each shard of a parameter."""
+    """Order in which each shard of a parameter holds the rows of the parts."""
 
     def part_rows(self, num_rows: int) -> list[int]:
-        """Return the rows of each part of a whole parameter with `num_rows` rows."""
+        """Return the number of rows of each part of a whole parameter with `num_rows` rows."""
 
     def segments(self, num_rows: int, shard: int, num_shards: int) -> Iterator[Segment]:
         """Yield the segments of a shard of `num_rows` rows, in order."""
@@ -50,10 +49,10 @@ class RowLayout(Protocol):
 
 @dataclass(frozen=True)
 class Stacked:
-    """Parts of the same size, of which each shard holds its share of the first, then of the second, and so on."""
+    """Layout of parts of the same size: each shard holds its share of the first part, then of the second, and so on."""
 
     num_parts: int = 1
-    """2 for gate above up; 1 for a parameter that is one hub tensor."""
+    """Number of parts: 2 for gate and up, 1 for a parameter that is one hub tensor."""
 
     def part_rows(self, num_rows: int) -> list[int]:
         """See `RowLayout`."""
@@ -68,10 +67,10 @@ class Stacked:
 
 @dataclass(frozen=True)
 class Grouped:
-    """Queries, keys and values of attention, as rows of each key head's queries, then its key, then its value.
+    """Layout of attention: for each key head the rows of its query heads, then of the key head, then of its value head.
 
-    Shards are equal ranges of these rows. With more shards than key heads the ranges divide groups, and Megatron Core
-    gathers the projections.
+    Shards are equal ranges of these rows. If there are more shards than key heads, a shard holds a part of the rows of
+    one key head, and Megatron Core gathers the projections.
     """
 
     queries_per_group: int
@@ -104,29 +103,29 @@ class TensorSource(Protocol):
     """Hub tensors by name, such as `TensorFiles`."""
 
     def like(self, name: str) -> Tensor:
-        """Return a tensor of the same shape and dtype."""
+        """Return a tensor with the shape and dtype of a hub tensor, without its values."""
 
     def read(self, name: str, block: TensorBlock | None = None) -> Tensor:
-        """Return the tensor's values in a block."""
+        """Return the values of a hub tensor in a block, or all values if the block is None."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Location of a parameter's rows in a hub tensor."""
+    """Rows of a parameter, and their location in a hub tensor."""
 
     name: str
     """Name of the hub tensor."""
     expert: int | None = None
-    """Index on the tensor's first dimension, if it holds all experts of a layer; else None."""
+    """Index of the expert in the first dimension of a tensor that holds all experts of a layer; None otherwise."""
     share: tuple[int, int] = (0, 1)
-    """`(i, n)`: share i of n equal shares of the rows, if one tensor holds gate and up."""
+    """`(i, n)`: the part is share i of n equal shares of the tensor's rows, if one tensor holds gate and up."""
     interleaved: bool = False
-    """Share i has the rows i, i + n, ... instead of adjacent rows."""
+    """Whether share i consists of the rows i, i + n, ... instead of adjacent rows."""
     transposed: bool = False
-    """Rows of the parameter are columns of the tensor."""
+    """Whether rows of the parameter are columns of the tensor."""
 
     def read(self, source: TensorSource, rows: slice, columns: slice) -> Tensor:
-        """Read some rows of the part, and if it has two dimensions some columns of them."""
+        """Read a range of rows of the part, and of columns if the part has two dimensions."""
         index, of = self.share
         values = source.read(self.name, self.block(source.like(self.name).shape, rows, columns))
         values = values if self.expert is None else values[0]
@@ -134,7 +133,7 @@ class Part:
         return values[index::of] if self.interleaved else values
 
     def block(self, tensor_shape: Sequence[int], rows: slice, columns: slice) -> TensorBlock:
-        """Return the smallest block of the hub tensor that contains some rows and columns of the part."""
+        """Return the smallest block of the hub tensor that contains the given rows and columns of the part."""
         index, of = self.share
         first = 0 if self.interleaved else index * self.shape_in(tensor_shape)[0]
         step = of if self.interleaved else 1
@@ -145,7 +144,11 @@ class Part:
         return TensorBlock(tuple(start for start, _ in sides), tuple(stop - start for start, stop in sides))
 
     def in_tensor(self, values: Sequence[Tensor]) -> Tensor:
-        """Return the values of a `block` from those of the part, or from the same rows of each interleaved share."""
+        """Return the values of a `block` in the hub tensor's layout.
+
+        Args:
+            values: rows of the part; if shares are interleaved, the same rows of every share.
+        """
         rows = torch.stack(list(values), dim=1).flatten(0, 1) if self.interleaved else values[0]
         rows = rows.t() if self.transposed else rows
         return rows if self.expert is None else rows[None]
@@ -164,7 +167,7 @@ class Part:
         return (shape[0] // self.share[1], *shape[1:])
 
     def tensor_shape(self, part_shape: Sequence[int], num_experts: int | None) -> tuple[int, ...]:
-        """Return the shape of the hub tensor whose part has the given shape."""
+        """Return the shape of the hub tensor if the part has the given shape."""
         shape = (part_shape[0] * self.share[1], *part_shape[1:])
         shape = shape[::-1] if self.transposed else shape
         return shape if self.expert is None or num_experts is None else (num_experts, *shape)
@@ -172,45 +175,46 @@ class Part:
 
 @dataclass(frozen=True)
 class Rule:
-    """One undivided parameter, or buffer, of the whole model, with all layers and experts."""
+    """Description of one undivided parameter, or buffer, of the whole model."""
 
     parameter: str
-    """Name with global numbers of layers and experts."""
+    """Name of the parameter, with numbers of layers and experts in the whole model."""
     parts: tuple[Part, ...]
-    """Locations of its values in hub tensors."""
+    """Locations of the parameter's values in hub tensors."""
     layout: RowLayout = Stacked()
     """Order of the parts' rows in the parameter."""
     dim: int | None = None
     """Dimension that tensor parallelism divides; None keeps the parameter whole on every rank."""
     expert: int | None = None
-    """Number of its expert, which expert and expert-tensor parallelism divide; None outside of experts."""
+    """Number of the expert to which the parameter belongs; None outside of experts."""
     stacked_parts: tuple[Part, ...] = ()
-    """The parts in files whose tensors hold all experts of a layer."""
+    """Locations in files whose tensors hold all experts of a layer; used instead of `parts` for such files."""
     full_precision: bool = False
-    """The parameter keeps its dtype when weights are sent in another one."""
+    """Whether the parameter keeps its dtype when weights are sent in another dtype."""
     copy_of_tied: bool = False
-    """The parameter is the copy of a tied one on the last pipeline stage; it is not exported."""
+    """Whether the parameter is the last pipeline stage's copy of a tied weight, which is not exported."""
 
     def part_shapes(self, shard_shape: Sequence[int], num_shards: int) -> list[tuple[int, ...]]:
-        """Return the shape of each part.
+        """Return the shape of each part of the whole parameter.
 
         Args:
             shard_shape: shape of one of the parameter's shards.
+            num_shards: number of shards.
         """
         shape = [size * num_shards if dim == self.dim else size for dim, size in enumerate(shard_shape)]
         return [(rows, *shape[1:]) for rows in self.layout.part_rows(shape[0])]
 
     def columns(self, shard_shape: Sequence[int], shard: int) -> slice:
-        """Return the columns of the parameter that a shard holds, none if the parameter has no columns."""
+        """Return the range of columns that a shard holds. It is empty if the parameter has one dimension."""
         width = shard_shape[1] if len(shard_shape) > 1 else 0
         first = shard * width if self.dim == 1 else 0
         return slice(first, first + width)
 
     def joined(self, index: int, shards: Sequence[Tensor]) -> Tensor:
-        """Join a part from its rows in each shard, as a view if one shard holds all rows together.
+        """Return a whole part, joined from its rows in each shard. It is a view if its rows are adjacent in one shard.
 
         Args:
-            index: index of the part.
+            index: index of the part in the rule.
             shards: all shards of a parameter that is divided along its rows, or the whole parameter.
         """
         found: list[tuple[int, Tensor]] = []
@@ -234,11 +238,12 @@ _TRANSFORMER_ENGINE = (
     (r"mlp\.linear_fc1\.layer_norm_", "pre_mlp_layernorm."),
     (r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$", r"mlp.experts.local_experts.\3.\1.\2"),
 )
-"""Names in Transformer Engine's modules, which combine a norm and the following layer, or several experts."""
+"""Patterns of names in Transformer Engine's modules, and the names in Megatron Core's own modules. A module of
+Transformer Engine combines a norm and the following layer, or several experts."""
 
 
 def own_name(name: str) -> str:
-    """Return the name of a parameter in Megatron Core's own modules."""
+    """Return the name that a parameter has in Megatron Core's own modules, without Transformer Engine."""
     for pattern, replacement in _TRANSFORMER_ENGINE:
         name = re.sub(rf"(?<=\.){pattern}", replacement, name)
     return name

@@ -1,12 +1,10 @@
 """Rules that map every parameter of a whole Megatron Core model to hub tensors, and back.
 
-Data and small functions, without megatron. Invariant: each hub tensor and each parameter belongs to exactly one
-bundle.
+To add a family of models, add an item to `FAMILIES` that uses the functions above it. Rules use the parameter names of
+Megatron Core's own modules (`get_gpt_decoder_block_spec` without Transformer Engine). `parts` maps the names of
+Transformer Engine's modules to these names. The module does not import megatron.
 
-Rules from the hub tensors of each family's layers to the parameters of Megatron Core. To add a family, add an entry to
-`FAMILIES` that calls the functions above it. Rules use the parameter names of Megatron Core's own modules
-(`get_gpt_decoder_block_spec` without Transformer Engine). `parts` maps the names of Transformer Engine's
-modules to these.
+Invariant: each hub tensor and each exported parameter belongs to exactly one bundle (`Rules.bundles`).
 """
 
 import re
@@ -23,7 +21,7 @@ from nemo_rl.models.megatron.conversion.parts import Grouped, Part, Rule, Stacke
 from nemo_rl.utils.errors import ConfigError
 
 type LayerRules = Callable[[Any, int, str, str], Iterator[Rule]]
-"""Yields the rules of a piece of a layer; called with `(config, layer number, parameter prefix, hub prefix)`."""
+"""Yields the rules of a layer's attention or MLP; takes `(config, layer number, parameter prefix, hub prefix)`."""
 
 _GATED = Stacked(2)
 
@@ -41,28 +39,30 @@ _MTP_NORMS = {"enorm": "enorm", "hnorm": "hnorm", "final_layernorm": "shared_hea
 
 @dataclass(frozen=True)
 class Layers:
-    """Structure of a family's layers, in both libraries."""
+    """Rules of the layers of a family of models."""
 
     attention: LayerRules
     """Rules of `self_attention`."""
     mlp: LayerRules
     norms: Mapping[str, str] = field(default_factory=lambda: _NORMS)
-    """Norms of a layer, as parameter name to hub name."""
+    """Hub name of each norm of a layer, by the name in Megatron Core."""
     mtp_norms: Mapping[str, str] | None = None
-    """Norms of a multi-token-prediction layer outside of its transformer layer; None: the family has no such layers."""
+    """Hub name of each norm that a multi-token-prediction layer has outside of its transformer layer, by the name in
+    Megatron Core; None if the family has no multi-token-prediction layers."""
 
     def of(self, config: PretrainedConfig, number: int) -> Iterator[Rule]:
         """Yield all rules of a layer."""
         return self._of(config, number, f"decoder.layers.{number}.")
 
     def of_mtp(self, config: PretrainedConfig, depth: int) -> Iterator[Rule]:
-        """Yield all rules of a multi-token-prediction layer, which follows the model's layers in hub names.
+        """Yield all rules of a multi-token-prediction layer. In hub names its number follows those of other layers.
 
         Args:
-            depth: number of the layer among those of its kind, from 0.
+            config: configuration of the model.
+            depth: number of the layer among the multi-token-prediction layers, from 0.
 
         Raises:
-            ConfigError: the family has no such layers.
+            ConfigError: the family has no multi-token-prediction layers.
         """
         if self.mtp_norms is None:
             raise ConfigError(f"model_type={config.model_type} has no multi-token-prediction layers.")
@@ -96,7 +96,7 @@ def _attention(
     normed_heads: bool = False,
     has_sinks: bool = False,
 ) -> Iterator[Rule]:
-    """Yield the rules of attention with grouped heads, with the configuration's value for a bias of None."""
+    """Yield the rules of attention with grouped heads. None for a bias takes the value of the configuration."""
     configured = bool(getattr(config, "attention_bias", False))
     head_dim = head_size(config)
     groups = Grouped(config.num_attention_heads // config.num_key_value_heads, head_dim)
@@ -114,7 +114,7 @@ def _attention(
 
 
 def _latent_attention(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
-    """Yield the rules of multi-head latent attention, whose down projections are whole on every rank."""
+    """Yield the rules of multi-head latent attention, whose down projections are not divided among ranks."""
     biased = bool(config.attention_bias)
     if config.q_lora_rank is None:
         yield _same(f"{ours}linear_q_proj.weight", f"{theirs}q_proj.weight", dim=0)
@@ -143,7 +143,7 @@ def _gated_mlp(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rul
 
 
 def _experts(num_experts: int, ours: str, theirs: str) -> Iterator[Rule]:
-    """Yield the rules of gated experts, stored as separate tensors or as stacks with gate above up."""
+    """Yield the rules of gated experts, stored as separate tensors or with all experts of a layer in one tensor."""
     for expert in range(num_experts):
         stack = Part(f"{theirs}experts.gate_up_proj", expert)
         for rule in _gated_mlp(None, 0, f"{ours}experts.local_experts.{expert}.", f"{theirs}experts.{expert}."):
@@ -153,7 +153,7 @@ def _experts(num_experts: int, ours: str, theirs: str) -> Iterator[Rule]:
 
 
 def _qwen_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
-    """Yield the rules of a router and experts, or of a dense layer if the configuration has one here."""
+    """Yield the rules of a router and experts, or of a dense layer if the configuration says so for this layer."""
     sparse = config.num_experts > 0 and (number + 1) % config.decoder_sparse_step == 0
     if number in config.mlp_only_layers or not sparse:
         yield from _gated_mlp(config, number, ours, theirs)
@@ -163,7 +163,7 @@ def _qwen_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule
 
 
 def _deepseek_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
-    """Yield the rules of a router with correction bias, experts and shared experts, or of a dense first layer."""
+    """Yield the rules of a router with correction bias, experts and shared experts. The first layers are dense."""
     if number < config.first_k_dense_replace:
         yield from _gated_mlp(config, number, ours, theirs)
         return
@@ -175,7 +175,7 @@ def _deepseek_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[
 
 
 def _gpt_oss_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
-    """Yield the rules of experts in transposed stacks with interleaved gate and up, with biases in all layers."""
+    """Yield the rules of a router and experts. A transposed tensor holds all experts with interleaved gate and up."""
     yield _same(f"{ours}router.weight", f"{theirs}router.weight")
     yield _same(f"{ours}router.bias", f"{theirs}router.bias")
     for expert in range(config.num_local_experts):
@@ -216,7 +216,7 @@ class Rules:
     by_parameter: dict[str, Rule]
     """Rules by parameter name, in the order of the model."""
     num_layers: int
-    """Number of layers of the model, without those for multi-token prediction."""
+    """Number of layers of the model, without multi-token-prediction layers."""
     num_mtp_layers: int
     """Number of layers for multi-token prediction that are part of the model."""
     is_tied: bool
@@ -225,7 +225,7 @@ class Rules:
     """Whether the head is a reward model's scalar head."""
 
     def bundles(self) -> list[list[Rule]]:
-        """Group the rules whose parameters share a hub tensor, in model order: single rules, or a stack's experts."""
+        """Return lists of rules, in model order: all experts that share a hub tensor, or a single rule."""
         found: dict[str, list[Rule]] = {}
         for rule in self.by_parameter.values():
             if not rule.copy_of_tied:
@@ -237,14 +237,14 @@ class Rules:
         return list(dict.fromkeys(part.name for bundle in self.bundles() for rule in bundle for part in rule.parts))
 
     def untrained_mtp(self, names: Iterable[str]) -> list[str]:
-        """Select the hub names of layers for multi-token prediction that are not part of the model."""
+        """Return those hub names that belong to multi-token-prediction layers which are not part of the model."""
         return [name for name, layer in _numbered(names) if layer >= self.num_layers + self.num_mtp_layers]
 
     def copies_in_mtp(self, names: Iterable[str]) -> dict[str, str]:
-        """Select the hub names of copies of embedding and head in the layers for multi-token prediction.
+        """Return those hub names that belong to copies of embedding and head in multi-token-prediction layers.
 
         Returns:
-            Name of the copy to name of the tensor that it repeats.
+            `{name of the copy: name of the tensor that it repeats}`.
         """
         own = range(self.num_layers, self.num_layers + self.num_mtp_layers)
         repeated = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": EMBEDDING if self.is_tied else HEAD}
@@ -252,7 +252,7 @@ class Rules:
         return {name: repeated[suffix] for name, suffix in found.items() if suffix in repeated}
 
     def derived(self, names: Iterable[str]) -> list[str]:
-        """Select the hub names of tensors in old files that can be computed from the configuration."""
+        """Return those hub names, found in old files, whose tensors can be computed from the configuration."""
         return [name for name in names if _DERIVED.search(name)]
 
 
@@ -265,7 +265,7 @@ def rules_for(hf_config: PretrainedConfig, *, has_scalar_head: bool = False, num
         num_mtp_layers: number of layers for multi-token prediction that are part of the model.
 
     Raises:
-        ConfigError: there are no rules for its family, or it has no layers for multi-token prediction.
+        ConfigError: there are no rules for the family, or the family has no multi-token-prediction layers.
     """
     layers = FAMILIES.get(hf_config.model_type)
     if layers is None:
@@ -289,7 +289,7 @@ def rules_for(hf_config: PretrainedConfig, *, has_scalar_head: bool = False, num
 
 
 def _numbered(names: Iterable[str]) -> Iterator[tuple[str, int]]:
-    """Yield the names of layers' tensors with the numbers of the layers."""
+    """Yield those names that belong to a layer, with the number of the layer."""
     for name in names:
         found = _LAYER.match(name)
         if found:
@@ -297,13 +297,14 @@ def _numbered(names: Iterable[str]) -> Iterator[tuple[str, int]]:
 
 
 def hub_tensors(rules: Rules, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield all hub tensors, made from whole parameters.
+    """Yield all hub tensors, made from whole parameters, in the order of the model.
 
     Args:
-        read: reads a parameter by its name; called once for each. At most one, or one layer's experts, are in memory.
+        read: reads a parameter by its name; it is called once for each parameter. At most one parameter, or the experts
+            of one layer, are in memory.
 
     Yields:
-        Name, tensor, and whether it keeps its dtype; in the order of the model.
+        Name, tensor, and whether the tensor keeps its dtype.
     """
     for bundle in rules.bundles():
         if len(bundle) == 1:

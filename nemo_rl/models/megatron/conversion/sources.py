@@ -1,13 +1,13 @@
 """Find in a folder's files the tensors that make up each parameter, and read them as floating-point values.
 
-Find the tensors in a folder's files that make up each parameter. Does not import megatron. Invariant: every tensor of
-the files belongs to a parameter or is left out by a rule, and every parameter has its tensors; otherwise an error names
-those that do not fit.
+`sources` finds the tensors. Invariant: every tensor of the files belongs to a parameter or is left out by a rule, and
+every parameter has its tensors; otherwise an error names the tensors that do not fit.
 
-Read files with 8-bit or 4-bit weights as if they held floating-point weights. DeepSeek-V3 is published in float8 with
-one factor per block of 128 x 128 values, GPT-OSS with experts in MXFP4. Training needs floating-point values.
-Invariant: only the blocks that overlap a requested part are read, and the values are those of the dequantisation in
-`transformers`.
+`DequantizedFiles` reads files with 8-bit or 4-bit weights as floating-point values, which training needs. DeepSeek-V3
+is published in float8 with one factor per block of 128 x 128 values, and GPT-OSS with experts in MXFP4. Invariant: only
+the blocks that overlap a requested part are read, and the values are those of the dequantisation in `transformers`.
+
+The module does not import megatron.
 """
 
 import logging
@@ -30,7 +30,7 @@ _SHOWN = 5
 
 
 def sources(rules: Rules, files: TensorFiles, folder: Path) -> dict[str, tuple[Part, ...]]:
-    """Return the parts of each parameter in these files, without a scalar head that the files lack.
+    """Return the parts in these files of each parameter, except for a scalar head that the files do not have.
 
     Raises:
         CheckpointError: a tensor is missing or unknown, or a tied head is not the embedding.
@@ -66,7 +66,7 @@ def sources(rules: Rules, files: TensorFiles, folder: Path) -> dict[str, tuple[P
 
 
 def _stored_parts(rule: Rule, names: set[str]) -> tuple[Part, ...]:
-    """Return the rule's stacked parts if the files hold them, else its plain parts."""
+    """Return the parts of a rule that the files hold: `stacked_parts` if the files have their tensors, else `parts`."""
     stacked = bool(rule.stacked_parts) and all(part.name in names for part in rule.stacked_parts)
     return rule.stacked_parts if stacked else rule.parts
 
@@ -98,19 +98,19 @@ _FACTORS = "_scale_inv"
 _BLOCKS, _EXPONENTS = "_blocks", "_scales"
 _BLOCK_SIZE = (128, 128)
 _MXFP4_SIZE = 32
-"""Values that share an exponent (OCP Microscaling Formats 1.0, section 5.2)."""
+"""Number of values that share an exponent (OCP Microscaling Formats 1.0, section 5.2)."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""The 16 values of 4 bits (section 5.3.3)."""
+"""Values of the 16 codes of 4 bits (section 5.3.3)."""
 _EXPONENT_BIAS = 127
 
 
 class DequantizedFiles(TensorFiles):
-    """Tensors of files by the names of weights, without the tensors of scales.
+    """Reads tensors of files by the names of weights, and hides the tensors of quantization scales.
 
     Args:
-        files: as in `TensorFiles`.
-        hf_config: its `quantization_config.weight_block_size` is the size of float8 blocks.
-        file_of: as in `TensorFiles`.
+        files: see `TensorFiles`.
+        hf_config: configuration of the model; `quantization_config.weight_block_size` is the size of float8 blocks.
+        file_of: see `TensorFiles`.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class DequantizedFiles(TensorFiles):
         return values * super().read(name + _FACTORS).float()[rows][:, columns]
 
     def _from_mxfp4(self, name: str, block: TensorBlock) -> Tensor:
-        """Read `[experts, columns, rows]` from files with rows of groups of columns, two columns per byte."""
+        """Read `[experts, columns, rows]`. Files hold `[experts, rows, groups, 16]` bytes, two columns per byte."""
         (expert, column, row), (experts, columns, rows) = block.starts, block.shape
         group, skipped = divmod(column, _MXFP4_SIZE)
         groups = TensorBlock((expert, row, group), (experts, rows, -(-(column + columns) // _MXFP4_SIZE) - group))

@@ -1,1 +1,1 @@
-"""Megatron Core models: families, layers, their specification, the models of a rank, checks of what they express."""
+"""Megatron Core models: model families, layers and their specification, and the models that a rank holds."""

@@ -1,9 +1,9 @@
 """Build the GPTModels of one rank, one for each virtual pipeline stage.
 
 `families` gives the fields that the architecture fixes, the section `policy.megatron_cfg` gives the user's choices, and
-Megatron Core's parallel state gives this rank's part of the model. Invariant: a fusion or kernel that is not installed
-is left out, so that one section works with and without Transformer Engine; an option that changes the numbers is never
-left out.
+Megatron Core's parallel state gives this rank's part of the model. Invariant: fusions and kernels that are not
+installed are ignored, so that one section works with and without Transformer Engine. An option that changes numeric
+results is never ignored.
 """
 
 import dataclasses
@@ -33,10 +33,10 @@ from nemo_rl.utils.errors import ConfigError
 
 
 def require_packed_attention(chosen: str | None, capability: tuple[int, int], *, has_flash_attn: bool) -> None:
-    """Refuse packed rows on a GPU on which Transformer Engine has no attention kernel for them.
+    """Refuse packed rows on a GPU on which Transformer Engine has no attention kernel for packed rows.
 
-    Its fused kernels (cuDNN) read packed rows from compute capability 9.0 on, but not on 12.x, and its unfused ones
-    never do. FlashAttention 2 reads them from 8.0 on.
+    Its fused kernels (cuDNN) support packed rows from compute capability 9.0 on, but not on 12.x. Its unfused kernels
+    do not support packed rows. FlashAttention 2 supports packed rows from compute capability 8.0 on.
 
     Args:
         chosen: `policy.megatron_cfg.attention_backend`.
@@ -44,7 +44,7 @@ def require_packed_attention(chosen: str | None, capability: tuple[int, int], *,
         has_flash_attn: whether the package flash-attn can be imported.
 
     Raises:
-        ConfigError: no kernel is left.
+        ConfigError: no installed and permitted kernel supports packed rows.
     """
     able = {"fused": capability >= (9, 0) and capability[0] != 12, "flash": has_flash_attn and capability >= (8, 0)}
     wanted = [chosen] if chosen in ("fused", "flash", "unfused") else [*able]
@@ -60,7 +60,7 @@ def require_packed_attention(chosen: str | None, capability: tuple[int, int], *,
 
 
 def uses_transformer_engine(options: MegatronConfig, device: torch.device) -> bool:
-    """Return whether layers are from Transformer Engine."""
+    """Return whether the model is built from Transformer Engine's layers."""
     return device.type == "cuda" and HAVE_TE and options.transformer_impl != "local"
 
 
@@ -78,9 +78,11 @@ def build_chunks(
     Args:
         hf_config: Hugging Face configuration of the model.
         options: the section `policy.megatron_cfg`.
-        device: device of the weights; for a GPU, the current one.
-        seed: seed of the weights if `model_overrides.perform_initialization` is set; otherwise they have no values.
-        trains: refuse options with which gradients would be wrong.
+        precision: dtype of the weights.
+        device: device of the weights. A GPU must be the current one.
+        seed: seed of the initial weights if `model_overrides.perform_initialization` is set. Otherwise the weights are
+            not initialized.
+        trains: whether to refuse options with which gradients would be wrong.
 
     Returns:
         One unwrapped model for each virtual stage, in order.
@@ -134,7 +136,7 @@ def transformer_config(
 
 
 def _sharding(options: MegatronConfig) -> dict[str, Any]:
-    """Return the mesh sizes of the parallel state."""
+    """Return the fields of the mesh: the sizes of the parallel state, and options of communication."""
     tp = parallel_state.get_tensor_model_parallel_world_size()
     pp = parallel_state.get_pipeline_model_parallel_world_size()
     virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
@@ -148,11 +150,11 @@ def _sharding(options: MegatronConfig) -> dict[str, Any]:
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
         "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
-        "variable_seq_lengths": pp > 1,  # with one stage nothing is sent, and allgather dispatchers refuse True
-        # Also for models without experts: the default dispatcher refuses variable lengths even for them.
+        "variable_seq_lengths": pp > 1,  # one stage sends nothing, and the allgather dispatcher does not accept True
+        # Even for a model without experts, Megatron Core's default dispatcher does not accept variable lengths.
         "moe_token_dispatcher_type": "alltoall",
-        # Batched messages are matched by order. With two interleaved stages, the previous and the next stage are the
-        # same rank, so hidden states and gradients would be silently confused.
+        # Batched messages are matched by their order. With two interleaved stages the previous and the next stage are
+        # the same rank, so a rank could take hidden states for gradients.
         "batch_p2p_comm": False,
     }
 
@@ -179,7 +181,7 @@ def _recomputation(options: MegatronConfig) -> dict[str, Any]:
 def _kernels(
     options: MegatronConfig, device: torch.device, fields: dict[str, Any], rotary: Rotary | None
 ) -> dict[str, Any]:
-    """Choose the installed fused kernels that do not change the numbers, and the device of initialization."""
+    """Return the fields of fused kernels that are installed and asked for, and of the initialization."""
     on_gpu = device.type == "cuda"
     engine = uses_transformer_engine(options, device)
     if options.transformer_impl == "transformer_engine" and not engine:
@@ -187,7 +189,8 @@ def _kernels(
             "policy.megatron_cfg.transformer_impl=transformer_engine needs a GPU and the package transformer-engine. "
             "Install it (uv sync --extra transformer-engine), or leave the key out for the layers that need neither."
         )
-    # Transformer Engine's fused rotation supports no factor on sine and cosine; latent attention's supports only YaRN.
+    # Transformer Engine's fused rotation supports no factor on sine and cosine. The one of latent attention supports
+    # only YaRN.
     fused_rotary = fields.get("rope_type") == "yarn" if rotary is None else rotary.scaling == 1.0
     kernels = {
         "transformer_impl": "transformer_engine" if engine else "local",
@@ -233,14 +236,14 @@ def _further_layers(options: MegatronConfig) -> dict[str, Any]:
 
 
 def _has_fused_gradients() -> bool:
-    """Return True if APEX's extension is installed, which Megatron Core's own layers need for fused gradients."""
+    """Return True if APEX's extension, which fused gradients need, is installed, and raise an error otherwise."""
     if find_spec(FUSED_GRADIENTS) is None:
         raise ConfigError(MISSING_FUSED_GRADIENTS.format(keys="policy.megatron_cfg"))
     return True
 
 
 def _routing(hf_config: PretrainedConfig, options: MegatronConfig) -> dict[str, Any]:
-    """Return the routing fields, with the value of the family or of Megatron Core for options that are None."""
+    """Return the routing fields that are configured. For others the family's or Megatron Core's value is used."""
     coefficient = options.moe_aux_loss_coeff
     asked = {
         "moe_router_dtype": options.moe_router_dtype,
@@ -314,7 +317,8 @@ def _set_rotary(model: GPTModel, rotary: Rotary) -> None:
 def _reduce_experts_once(model: GPTModel) -> None:
     """Exclude gradients of experts from the sum over tensor-parallel ranks that sequence parallelism needs.
 
-    Megatron Core marks the biases of experts for this sum, but they are already summed over the ranks that share them.
+    Megatron Core marks the biases of experts for this sum, although their gradients are already summed over the ranks
+    that hold the same experts.
     """
     for name, parameter in model.named_parameters():
         if ".mlp.experts." in name:

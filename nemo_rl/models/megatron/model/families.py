@@ -1,11 +1,7 @@
-"""Model families of the Megatron backend, which translate Hugging Face configurations for Megatron Core.
+"""Model families of the Megatron backend, which translate Hugging Face configurations into fields of Megatron Core.
 
-The interface of a model family, and the fields of the decoder that most families share. A family translates a Hugging
-Face configuration into fields of Megatron Core without importing megatron, so that the controller can refuse a model
-before any worker starts. Invariant: a model that Megatron Core cannot express is refused by the name of the field,
-never approximated.
-
-DeepSeek-V3: multi-head latent attention, and experts chosen by groups with a correction bias.
+The module does not import megatron, so that the controller can refuse a model before any worker starts. Invariant: if
+Megatron Core cannot express a model, an error names the field of the configuration; the model is never approximated.
 """
 
 from collections.abc import Sequence
@@ -30,9 +26,9 @@ class LayerTraits:
     """Traits of a family's layers that Megatron Core's configuration cannot describe."""
 
     output_norms: bool = False
-    """Outputs of attention and MLP are normalised before they are added to the residual stream."""
+    """Whether outputs of attention and MLP are normalised before they are added to the residual stream."""
     two_rotaries: bool = False
-    """Windowed layers and other layers have different rotary frequencies."""
+    """Whether layers with a sliding window have other rotary frequencies than layers without."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +36,13 @@ class Rotary:
     """Rotary position embedding."""
 
     frequencies: Tensor
-    """`[D / 2]` float32, radians per token; `[D]` with two rotaries, those of windowed layers first."""
+    """`[D / 2]` float32, radians per token. `[D]` if layers differ: first the frequencies of windowed layers."""
     scaling: float = 1.0
     """Factor on sine and cosine."""
 
 
 class Family:
-    """Models whose configurations are translated in the same way."""
+    """Translates the configurations of models that share an architecture."""
 
     model_types: ClassVar[tuple[str, ...]]
     """Values of `model_type` in transformers."""
@@ -103,7 +99,7 @@ def window_fields(window: int | None, windowed: Sequence[bool]) -> dict[str, Any
     """Return the fields of sliding windows.
 
     Args:
-        window: number of keys that a query sees, its own included; None means all.
+        window: number of keys that a query sees, including the key of its own token; None means all.
         windowed: whether each layer has the window.
     """
     if window is None or not any(windowed):
@@ -126,7 +122,7 @@ def windowed_layers(hf_config: PretrainedConfig) -> list[bool]:
 
 
 def require_choice(hf_config: PretrainedConfig, experts: int, *, normalised: bool) -> None:
-    """Refuse a number of chosen experts that no router can choose or train.
+    """Refuse a number of experts per token that the router cannot choose, or with which it cannot be trained.
 
     Args:
         hf_config: Hugging Face configuration of the model.
@@ -146,14 +142,14 @@ def require_no_biases(hf_config: PretrainedConfig, *fields: str) -> None:
     """Refuse fields that enable biases which a family does not have.
 
     Raises:
-        ConfigError: one of them is set.
+        ConfigError: one of the fields is set.
     """
     for field in fields:
         require(hf_config, field, not getattr(hf_config, field, False), "these layers have no biases")
 
 
 def rotary_of(hf_config: PretrainedConfig, layer_type: str | None = None) -> Rotary:
-    """Compute rotary frequencies as transformers does, because Megatron Core hard-codes constants of some scalings.
+    """Return the rotary frequencies of transformers. Megatron Core has fixed constants for some kinds of scaling.
 
     Args:
         hf_config: Hugging Face configuration of the model.
@@ -177,10 +173,10 @@ def rotary_of(hf_config: PretrainedConfig, layer_type: str | None = None) -> Rot
 
 
 def require(hf_config: PretrainedConfig, field: str, holds: bool, reason: str) -> None:
-    """Refuse a model by the name of a field.
+    """Refuse a model because of a field of its configuration if a condition does not hold.
 
     Raises:
-        ConfigError: the condition does not hold.
+        ConfigError: the condition does not hold; the message names the field and the reason.
     """
     if not holds:
         value = getattr(hf_config, field, None)
@@ -205,7 +201,7 @@ class Llama(Family):
 
 
 class Mistral(Family):
-    """Mistral 7B and its successors, with a window, if any, in all layers."""
+    """Mistral 7B and its successors, which have a sliding window in all layers or in none."""
 
     model_types: ClassVar[tuple[str, ...]] = ("mistral",)
 
@@ -217,7 +213,7 @@ class Mistral(Family):
 
 
 class Qwen2(Family):
-    """Qwen2 and Qwen2.5: biases of queries, keys and values."""
+    """Qwen2 and Qwen2.5, which have biases for queries, keys and values."""
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen2",)
 
@@ -230,7 +226,7 @@ class Qwen2(Family):
 
 
 class Qwen3(Family):
-    """Qwen3: norms of each head's queries and keys."""
+    """Qwen3, which normalises the queries and keys of each head."""
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen3",)
 
@@ -278,7 +274,7 @@ _EPS_OF_LATENT_NORMS = 1e-6
 
 
 class DeepseekV3(Family):
-    """DeepSeek-V3 and R1, of which heads for multi-token prediction are not part of the trained model."""
+    """DeepSeek-V3 and R1: multi-head latent attention, and experts chosen by groups with a correction bias."""
 
     model_types: ClassVar[tuple[str, ...]] = ("deepseek_v3",)
 
@@ -387,7 +383,7 @@ _gelu = partial(F.gelu, approximate="tanh")
 
 
 class Gemma3(Family):
-    """Text models of Gemma 3, and the text part of other models if it is saved as `gemma3_text`."""
+    """Text models of Gemma 3, and the text part of its other models if that part is saved as `gemma3_text`."""
 
     model_types: ClassVar[tuple[str, ...]] = ("gemma3_text",)
     traits: ClassVar[LayerTraits] = LayerTraits(output_norms=True, two_rotaries=True)
@@ -433,7 +429,7 @@ def quick_gelu(x: Tensor) -> Tensor:
 
 
 class GptOss(Family):
-    """GPT-OSS, whose MLP clamps the gate above and `up` on both sides, and adds 1 to `up` before gating."""
+    """GPT-OSS, whose MLP limits the gate from above and `up` on both sides, and adds 1 to `up` before gating."""
 
     model_types: ClassVar[tuple[str, ...]] = ("gpt_oss",)
 
@@ -464,7 +460,7 @@ __all__ = ["FAMILIES", "MODEL_TYPES", "Family", "LayerTraits", "Rotary", "family
 
 FAMILIES: tuple[Family, ...] = (Llama(), Mistral(), Qwen2(), Qwen3(), Qwen3Moe(), DeepseekV3(), Gemma3(), GptOss())
 MODEL_TYPES = tuple(sorted(name for family in FAMILIES for name in family.model_types))
-"""Supported values of `model_type` in `config.json`; each also has conversion rules (`conversion.rules`)."""
+"""Supported values of `model_type` in `config.json`; `conversion.rules` has rules for each of them."""
 
 
 def family_of(hf_config: PretrainedConfig) -> Family:

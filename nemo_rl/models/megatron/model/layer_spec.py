@@ -1,7 +1,8 @@
-"""Choose the layer specification of a model: Transformer Engine's if it is installed, else a portable one.
+"""Choose the layer specification of a model: Transformer Engine's or a portable one.
 
-Invariant: all layers of a model use the same specification. Both have the same parameters; if Transformer Engine fuses
-a norm into the following linear layer, the norm's weight has another name (`conversion` handles both).
+Invariant: all layers of a model use the same specification. Both specifications have the same parameters. If
+Transformer Engine fuses a norm into the following linear layer, the norm's weight has another name, and `conversion`
+handles both names.
 """
 
 from typing import Any
@@ -42,7 +43,7 @@ def choose_spec(
         config: configuration of the model; `transformer_impl` selects the specification.
         traits: traits of the family.
         vp_stage: number of the virtual stage; None without virtual stages.
-        separate_norms: do not fuse norms into the following linear layers, because adapters need their inputs.
+        separate_norms: do not fuse norms into the following linear layers, whose inputs adapters need.
     """
     engine = config.transformer_impl == "transformer_engine"
     block = get_gpt_decoder_block_spec(
@@ -66,7 +67,7 @@ def mtp_spec(
     """Build the specification of the stage's multi-token-prediction layers, or return None if it has none.
 
     Args:
-        layers: specification of the stage's layers; the last one is repeated.
+        layers: specification of the stage's layers; multi-token-prediction layers repeat the last one.
         vp_stage: number of the virtual stage; None without virtual stages.
     """
     if not config.mtp_num_layers:
@@ -96,11 +97,11 @@ def _make_portable(layer: Any) -> None:
 
 
 _NORMS_OF = {"linear_q_up_proj": "q_layernorm", "linear_kv_up_proj": "kv_layernorm"}
-"""Norms within attention, by the layer that follows them."""
+"""Name of each norm inside attention, by the name of the linear layer that follows it."""
 
 
 def _separate_norms(layer: Any, norm: Any, fused: Any, linear: Any) -> None:
-    """Replace linear layers with a fused norm by a norm and a linear layer."""
+    """Replace each linear layer that has a fused norm by a separate norm and a plain linear layer."""
     attention = layer.self_attention.submodules
     if getattr(attention, "linear_qkv", None) is fused:
         attention.linear_qkv, layer.input_layernorm = linear, norm

@@ -1,22 +1,20 @@
 """Layers that Megatron Core lacks: attention in torch, linear layers, norms.
 
-Core attention in torch for machines without Transformer Engine, and attention with two sets of rotary frequencies.
-Megatron Core's own `DotProductAttention` supports neither packed rows nor context parallelism, nor values that are
-narrower than keys. Invariant: token i of a sequence sees tokens j <= i of that sequence, within the layer's window.
+`PortableAttention` is core attention for machines without Transformer Engine. Megatron Core's own `DotProductAttention`
+supports neither packed rows nor context parallelism, nor values that are narrower than keys. Invariant: token i of a
+sequence sees tokens j <= i of that sequence, within the layer's window.
 
-Divide sequences among context-parallel ranks in Megatron Core's order. Each sequence of `L` tokens is cut into `2 * cp`
-chunks; rank r has chunks r and `2 * cp - 1 - r`, so that all ranks have the same work under a causal mask
-(`megatron.core.utils.get_batch_on_this_cp_rank`). Packed sequences are cut separately. Invariant: `plan` and `order`
-describe the same whole row; selecting gathered keys by `order` gives that row's order.
+`MegatronDividedRow` describes how context-parallel ranks divide a row, in Megatron Core's order. Each sequence is cut
+into `2 * cp` chunks, and rank r has chunks r and `2 * cp - 1 - r`, so that all ranks have the same work under a causal
+mask (`megatron.core.utils.get_batch_on_this_cp_rank`). Packed sequences are cut separately. Invariant: `plan` and
+`order` describe the same whole row; selecting gathered keys by `order` gives that row's order.
 
-Linear layers that Megatron Core lacks: whole on every rank, with a copied output, with a norm on the output.
-
-Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1) with correct gradients under sharding.
-Megatron Core's spec without Transformer Engine divides the two down projections over the tensor-parallel ranks. The
-rotary part of the key, an output of one of them, is used by the heads of all ranks, but in the backward pass each rank
-keeps only the gradient of its own heads. In this module every rank has the whole down projections, as with Transformer
-Engine. Under sequence parallelism a rank projects its own tokens and gathers the rotary keys, whose gradients are
-summed in the backward pass. The weights' partial gradients are summed like those of norms.
+`PortableLatentAttention` is multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1) with correct
+gradients under sharding. Megatron Core's spec without Transformer Engine divides the two down projections over the
+tensor-parallel ranks. One of them computes the rotary part of the key for the heads of all ranks, but in the backward
+pass each rank keeps only the gradient of its own heads. Here every rank has the whole down projections, as with
+Transformer Engine. Under sequence parallelism a rank projects its own tokens and gathers the rotary keys, whose
+gradients are summed in the backward pass. Partial gradients of the weights are summed over the ranks, as for norms.
 """
 
 from collections.abc import Iterable, Sequence
@@ -45,7 +43,7 @@ from nemo_rl.models.attention import AttentionPlan, PackedRow, Piece, Scoring, a
 from nemo_rl.models.attention.kernels import CachedPass
 
 _PACKED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Cache of rows by the tensor of their boundaries, which is the same for all layers of a microbatch."""
+"""Cache of divided rows by the tensor of their boundaries, which is the same object for all layers of a microbatch."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +51,9 @@ class MegatronDividedRow:
     """Attention plan and token order of a row that context-parallel ranks divide, for one rank."""
 
     plan: AttentionPlan
-    """The keys of the whole row that this rank's queries see."""
+    """Pieces of attention of this rank's queries over the keys of the whole row."""
     order: Tensor
-    """`[T]` int64, index of each token of the row in the parts of all ranks, laid out rank after rank."""
+    """`[T]` int64: index of each token of the row in the concatenated parts of all ranks."""
 
     def gather(self, key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
         """Gather keys `[b, H, t, D]` and values `[b, H, t, D_v]` of all ranks to the whole row, in one collective."""
@@ -66,7 +64,7 @@ class MegatronDividedRow:
 
 @lru_cache(maxsize=16)
 def divided_row(length: int, ranks: int, rank: int, device: torch.device) -> MegatronDividedRow:
-    """Divide a row that is one sequence of `length` tokens on all ranks together."""
+    """Divide a row that is one sequence. `length` is the number of its tokens on all ranks together."""
     return _divide([0, length], ranks, rank, device)
 
 
@@ -74,9 +72,9 @@ def divided_sequences(bounds: Tensor, ranks: int, rank: int) -> MegatronDividedR
     """Divide a row of packed sequences.
 
     Args:
-        bounds: `[S + 1]` int32, start of each sequence in the whole row, and the end of the last.
+        bounds: `[S + 1]` int32, start of each sequence in the whole row, and the end of the last sequence.
         ranks: number of context-parallel ranks.
-        rank: this rank among them.
+        rank: this rank's number among the context-parallel ranks.
     """
     if bounds not in _PACKED:
         _PACKED[bounds] = _divide(bounds.tolist(), ranks, rank, bounds.device)
@@ -105,14 +103,14 @@ def parameter_device(config: TransformerConfig) -> torch.device:
 
 
 class RMSNorm(nn.Module):
-    """Normalisation `x / rms(x) * w`, or `* (1 + w)` if the configuration centres the weight at zero.
+    """Normalisation `x / rms(x) * w`, or `x / rms(x) * (1 + w)` if the configuration centres the weight at zero.
 
-    Computes in float32 or wider and rounds like transformers: `w * (x / rms(x)).to(dtype)`, but the whole product in
-    float32 for `1 + w`. Under sequence parallelism each rank normalises its own tokens and has a partial gradient of
-    the weight, which Megatron Core sums over the tensor-parallel ranks if the parameter is marked for it.
+    The norm computes in float32 or wider and rounds where transformers does: before the product with `w`, or after the
+    product with `1 + w`. Under sequence parallelism each rank normalises its own tokens and has a partial gradient of
+    the weight. Megatron Core sums it over the tensor-parallel ranks, because the parameter is marked for this.
 
     Args:
-        config: dtype of the weight, sequence parallelism, and centre of the weight.
+        config: gives the dtype of the weight, sequence parallelism, and whether the weight is centred at zero.
         hidden_size: width of the input.
         eps: added to the mean square.
     """
@@ -136,7 +134,7 @@ class RMSNorm(nn.Module):
 class PortableAttention(MegatronModule):
     """Causal attention of one tensor-parallel rank's heads over padded, packed or divided rows.
 
-    Takes the arguments with which Megatron Core's attention layers build their core attention. Attention sinks
+    The arguments are those with which Megatron Core's attention layers build their core attention. Attention sinks
     (`softmax_type="learnable"`) are the parameter `softmax_offset`, `[heads of the rank]`, as in Transformer Engine.
     """
 
@@ -190,8 +188,8 @@ class PortableAttention(MegatronModule):
             query: `[t, b, H, D]`, or packed `[t, H, D]`.
             key: `[t, b, H_kv, D]`, or packed.
             value: `[t, b, H_kv, D_v]`, or packed.
-            attention_mask: the pass of an engine, whose cache holds earlier tokens (Megatron Core passes on the
-                argument of the model). A tensor is ignored: the mask is causal, and right-padded rows need no other.
+            attention_mask: the `CachedPass` of an engine, whose cache holds earlier tokens. A tensor is ignored,
+                because the mask is always causal, and right-padded rows need no other mask.
             attn_mask_type: causal.
             attention_bias: must be None.
             packed_seq_params: starts of the packed sequences; None for padded rows.
@@ -234,7 +232,7 @@ class PortableAttention(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Return the sinks, divided over the tensor-parallel ranks."""
+        """Return the sharded state: the attention sinks, divided over the tensor-parallel ranks."""
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -249,7 +247,7 @@ class PortableAttention(MegatronModule):
 class TwoRotaryAttention(SelfAttention):
     """Self-attention with different rotary frequencies in windowed layers and other layers, as in Gemma 3.
 
-    The model's rotary embedding has both sets of frequencies, those of windowed layers first; each layer takes its own.
+    The model's rotary embedding has both sets of frequencies, first those of windowed layers. Each layer selects one.
     """
 
     def forward(self, *args: Any, rotary_pos_emb: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -281,7 +279,7 @@ class ReplicatedLinear(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """Map `[..., inputs]` to `[..., outputs]`, with None as the bias, as Megatron Core's linear layers do."""
+        """Map `[..., inputs]` to `[..., outputs]`, and return None as the bias, as Megatron Core's linear layers do."""
         return F.linear(x, self.weight), None
 
 
@@ -304,7 +302,7 @@ def with_output_norm(linear: type[nn.Module], norm: Any) -> type[nn.Module]:
 
     Args:
         linear: a row-parallel linear class of Megatron Core or Transformer Engine.
-        norm: class of the norm; its weight is `post_layernorm.weight` of the layer.
+        norm: class of the norm, whose weight gets the name `post_layernorm.weight` in the layer.
     """
 
     class WithOutputNorm(linear):  # type: ignore[valid-type,misc]
@@ -323,7 +321,7 @@ def with_output_norm(linear: type[nn.Module], norm: Any) -> type[nn.Module]:
 
 
 class PortableLatentAttention(MLASelfAttention):
-    """`MLASelfAttention` with whole down projections."""
+    """`MLASelfAttention` in which every rank has the whole down projections (see the module docstring)."""
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -335,11 +333,11 @@ class PortableLatentAttention(MLASelfAttention):
 
 
 _COPIES = "_fp8_workspaces"
-"""Attribute of Transformer Engine's layers: their weights in float8, by name, made in the first pass of an update."""
+"""Attribute of Transformer Engine's layers that holds float8 copies of weights, made in the first pass of an update."""
 
 
 def free_float8_copies(chunks: Iterable[nn.Module]) -> None:
-    """Free the float8 copies of the weights that some layers have, until the next pass makes them again."""
+    """Free the float8 copies of weights. The next forward pass makes new ones."""
     for chunk in chunks:
         for module in chunk.modules():
             getattr(module, _COPIES, {}).clear()

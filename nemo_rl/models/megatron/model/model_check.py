@@ -1,8 +1,8 @@
 """Check before Ray starts that Megatron Core can express a model and accepts the options for it.
 
-Reads configurations and the source of Megatron Core's configuration classes; does not import megatron. Invariant: a
-model or option that a rank would refuse on every machine is refused by this module, with the same message or a better
-one.
+The module reads configurations and the source of Megatron Core's configuration classes, and does not import megatron.
+Invariant: if ranks would refuse a model or an option on every machine, this module reports it, with the same message or
+a better one.
 """
 
 import ast
@@ -25,7 +25,7 @@ _FIXED = (
     *("calculate_per_token_loss", "variable_seq_lengths", "batch_p2p_comm"),
     *("mtp_detach_heads", "mtp_loss_scaling_factor", "mtp_num_layers", "mtp_use_repeated_layer"),
 )
-"""Fields whose values `schedule` and `mtp` depend on."""
+"""Fields that cannot be overridden, because `schedule` and `mtp` rely on their values."""
 _OF_THE_WEIGHTS = (
     "num_layers",
     "hidden_size",
@@ -41,7 +41,7 @@ _OF_THE_WEIGHTS = (
     "gated_linear_unit",
     "multi_latent_attention",
 )
-"""Fields that determine which tensors exist, and their shapes."""
+"""Fields that cannot be overridden, because they determine the names and shapes of the weights."""
 _SOURCES = ("model_parallel_config.py", "transformer/transformer_config.py")
 _KERNEL_CHOICES = {"flash": "100", "fused": "010", "unfused": "001", "local": "000", "auto": "111"}
 """Values of `_KERNEL_VARIABLES` that Megatron Core expects for each `attention_backend`."""
@@ -49,7 +49,7 @@ _KERNEL_VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
 def check_expressible(model: PretrainedConfig) -> dict[str, Any]:
-    """Translate a model's configuration for Megatron Core, as ranks will.
+    """Translate a model's configuration for Megatron Core, as each rank does later.
 
     Returns:
         The fields of `TransformerConfig` that the architecture fixes.
@@ -66,7 +66,7 @@ def check_expressible(model: PretrainedConfig) -> dict[str, Any]:
 
 
 def check_options(keys: str, asked: MegatronConfig, fields: Mapping[str, Any]) -> Findings:
-    """Find options that a model does not have, or that contradict it.
+    """Yield the options that do not exist, that do not apply to a model, or that contradict it.
 
     Args:
         keys: name of the section, such as `policy.megatron_cfg`.
@@ -86,7 +86,7 @@ def check_options(keys: str, asked: MegatronConfig, fields: Mapping[str, Any]) -
 
 
 def check_mtp(section: str, policy: PolicyConfig, model: PretrainedConfig) -> Findings:
-    """Find reasons why the model cannot be trained with its layers for multi-token prediction, if it is to be.
+    """Yield the reasons why multi-token prediction cannot be trained, if it is configured.
 
     Args:
         section: name of the section, such as `policy`.
@@ -119,8 +119,9 @@ def check_overrides(keys: str, overrides: Collection[str], known: Collection[str
 
     Args:
         keys: name of the section, such as `policy.megatron_cfg`.
-        known: fields of the class; empty if they are unknown.
-        kind: name of the class.
+        overrides: names of the fields in `model_overrides`.
+        known: fields of the configuration class; empty if they are not known.
+        kind: name of the configuration class.
     """
     for name in overrides:
         if name in _FIXED:
@@ -137,7 +138,7 @@ def check_overrides(keys: str, overrides: Collection[str], known: Collection[str
 
 @cache
 def _fields_of(kind: str) -> Collection[str]:
-    """Read the fields of one of Megatron Core's dataclasses from its source, or none if it is not installed."""
+    """Read a dataclass's field names from Megatron Core's source, or return none if it is not installed."""
     package = importlib.util.find_spec("megatron")
     folders = [] if package is None else list(package.submodule_search_locations or ())
     sources = [Path(folder) / "core" / name for folder in folders for name in _SOURCES]
@@ -202,7 +203,7 @@ def _check_routing(keys: str, asked: MegatronConfig, fields: Mapping[str, Any]) 
 
 
 def _check_kernel_variables(keys: str, asked: MegatronConfig) -> Findings:
-    """Check that the environment agrees with the variables that Megatron Core sets by `attention_backend`."""
+    """Check that environment variables agree with the values that Megatron Core requires for `attention_backend`."""
     choice = asked.attention_backend or "auto"
     present = {**os.environ, **(asked.env_vars or {})}
     wanted = dict(zip(_KERNEL_VARIABLES, _KERNEL_CHOICES[choice], strict=True))

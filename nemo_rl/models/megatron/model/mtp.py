@@ -5,11 +5,11 @@
 
     loss = factor / D * sum_d mean_k( -log q_d(token_k) )          d = 1 ... D
 
-Depth d predicts the scored token k from the position d tokens before the one that the policy scores it from. Source:
-DeepSeek-V3 (arXiv:2412.19437, section 2.2). Speculative decoding proposes tokens with these layers.
+The policy scores token k from position k - 1, and the layer of depth d predicts it from position k - 1 - d. Speculative
+decoding proposes tokens with these layers. Source: DeepSeek-V3 (arXiv:2412.19437, section 2.2).
 
 Invariant: the means are over all microbatches and ranks of an update, so gradients do not depend on how rows are
-divided; the policy's own scores do not depend on these layers.
+divided. The policy's own scores do not depend on these layers.
 """
 
 from collections.abc import Sequence
@@ -28,9 +28,10 @@ from nemo_rl.models.megatron.inputs import FurtherTokens, RankInputs
 
 
 class MTPModel(GPTModel):
-    """A GPTModel that gives the hidden states of its MTP layers to the output processor if they are trained.
+    """A GPTModel that passes the hidden states of its MTP layers to the output processor if they are trained.
 
-    Megatron Core would compute a loss of its own, whose scale depends on the microbatches, from all logits at a time.
+    Megatron Core's own MTP loss is not used, because its scale depends on the microbatches, and it needs all logits in
+    memory at the same time.
     """
 
     @override
@@ -79,14 +80,14 @@ class MTPLoss:
     """Loss and metrics of the MTP layers of one optimizer update.
 
     Args:
-        section: `policy.megatron_cfg`, with such layers.
-        head_options: see `Scoring`.
+        section: `policy.megatron_cfg`, with MTP layers.
+        head_options: see `RowScorer`.
         device: device on which the model computes.
     """
 
     def __init__(self, section: MegatronConfig, head_options: dict[str, Any], device: torch.device) -> None:
         self.num_depths = section.mtp_num_layers
-        """D."""
+        """Number D of MTP layers."""
         self._factor, self._detached = section.mtp_loss_scaling_factor, section.mtp_detach_heads
         self._head_options = head_options
         self._tokens = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -104,12 +105,12 @@ class MTPLoss:
     def attached(
         self, hidden_kD: Tensor, states: Sequence[Tensor], weight_VD: Tensor, further: Sequence[FurtherTokens]
     ) -> Tensor:
-        """Return the policy's hidden states, through whose backward pass the gradients of the loss flow.
+        """Compute the MTP loss, and return the policy's hidden states with the loss attached to their backward pass.
 
         Args:
-            hidden_kD: hidden states that depend on every parameter of the model.
-            states: for each depth the hidden states `[n, D]` of its positions.
-            weight_VD: the output head, or this rank's rows of it.
+            hidden_kD: the policy's hidden states at the scored positions.
+            states: for each depth, the hidden states `[n, D]` from which the layer predicts.
+            weight_VD: weight of the output head, or this rank's rows of it.
             further: the tokens of each depth.
         """
         weight = weight_VD.detach() if self._detached else weight_VD
