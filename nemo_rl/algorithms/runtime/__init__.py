@@ -1,1 +1,1 @@
-"""Parts of every run: the loop, steps, checkpoints, and the checks of a resumed run."""
+"""Implement the parts of every run: the loop, steps, checkpoints, and the checks of a resumed run."""
