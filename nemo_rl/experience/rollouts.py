@@ -46,10 +46,10 @@ _MANY_SAMPLES = 4096
 
 
 class Collection:
-    """Iterable of the groups of a collection, each as soon as it is finished. A group has the samples of one prompt in
-    order.
+    """Iterable of the groups of a collection, each as soon as it is finished.
 
-    Environments may correct rewards after all groups are finished: in place, before the iteration ends.
+    A group has the samples of one prompt in order. Environments may correct rewards after all groups are finished: in
+    place, before the iteration ends.
 
     Args:
         groups: Generator that yields the groups and returns the metrics.
@@ -175,9 +175,7 @@ class RolloutRunner:
         return task
 
     def starting_together(self) -> AbstractContextManager[None]:
-        """Begin the groups that are started in the `with` block together, so that an engine gets their requests at
-        once.
-        """
+        """Begin all groups that are started in the `with` block together, so that their requests are sent at once."""
         return self._loop.together()
 
     @property

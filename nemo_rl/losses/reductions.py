@@ -1,7 +1,7 @@
 """Sums, means and variances under a mask.
 
-Invariant: an entry whose mask is 0 influences neither value nor gradient, whatever it holds (padding may be NaN or
-infinite), and an empty mask gives 0.
+Invariants: an entry whose mask is 0 influences neither value nor gradient, whatever its value is (padding may be NaN or
+infinite). An empty mask gives 0.
 """
 
 import torch
@@ -14,14 +14,14 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     Args:
         values: Any shape.
         mask: Weights broadcastable to `values`; usually 0 or 1.
-        dim: Dimension to sum over; all of them when None.
+        dim: Dimension to sum over. None sums over all dimensions.
     """
     weighted = torch.where(mask != 0, values, 0.0) * mask
     return weighted.sum() if dim is None else weighted.sum(dim)
 
 
 def safe_divide(numerator: Tensor, denominator: Tensor | float) -> Tensor:
-    """`numerator / denominator`, and 0 where the denominator is 0."""
+    """`numerator / denominator`, but 0 where the denominator is 0."""
     divisor = torch.as_tensor(denominator, device=numerator.device, dtype=numerator.dtype)
     is_zero = divisor == 0
     return torch.where(is_zero, 0.0, numerator / torch.where(is_zero, 1.0, divisor))
@@ -38,9 +38,9 @@ def masked_mean(
     Args:
         values: Any shape.
         mask: Weights broadcastable to `values`; usually 0 or 1.
-        dim: Dimension to reduce; all of them when None.
-        global_normalization_factor: Denominator counted over the whole global batch. With it the
-            results of disjoint parts of a batch add up to the result of the whole.
+        dim: Dimension to reduce. None reduces all dimensions.
+        global_normalization_factor: Denominator counted over the global batch. With it, the results of disjoint parts
+        of a batch add up to the result of the whole batch.
 
     Returns:
         Reduced tensor; 0 where the denominator is 0.
@@ -58,11 +58,11 @@ def masked_var(values: Tensor, mask: Tensor, mean: Tensor | float | None = None,
     Args:
         values: Any shape.
         mask: 0/1 weights broadcastable to `values`.
-        mean: Mean to measure deviations from; the masked mean when None.
+        mean: Mean that deviations are measured from. If None, the masked mean.
         unbiased: Divide by `n - 1` (Bessel) instead of `n`.
 
     Returns:
-        Scalar; 0 when fewer than two entries (one, if biased) are kept.
+        Scalar, 0 if fewer than two entries (or fewer than one, if biased) are kept.
     """
     center = masked_mean(values, mask) if mean is None else mean
     total = masked_sum((values - center) ** 2, mask)
@@ -71,10 +71,10 @@ def masked_var(values: Tensor, mask: Tensor, mean: Tensor | float | None = None,
 
 
 def masked_min(values: Tensor, mask: Tensor) -> Tensor:
-    """Smallest kept entry, or `+inf` if none is kept, so that a minimum over parts is right."""
+    """Smallest kept entry, or `+inf` if none is kept, so that the minimum over parts of a batch is right."""
     return torch.where(mask != 0, values, torch.inf).min()
 
 
 def masked_max(values: Tensor, mask: Tensor) -> Tensor:
-    """Largest kept entry, or `-inf` if none is kept, so that a maximum over parts is right."""
+    """Largest kept entry, or `-inf` if none is kept, so that the maximum over parts of a batch is right."""
     return torch.where(mask != 0, values, -torch.inf).max()

@@ -64,8 +64,7 @@ class StartBudget:
         self._workers += [(f"{name}: {phase.name}", phase) for phase in phases]
 
     def log(self, metrics: Logger) -> None:
-        """Log the time of the start, a table of its phases in the run's log file, and metrics `timing/start/<phase>`.
-        """
+        """Log the time of the start, a table of phases in the run's log file, and metrics `timing/start/<phase>`."""
         total = time.perf_counter() - self._started_at
         phases = self._phases | {_REST: max(total - sum(self._phases.values()), 0.0)}
         lines = [_line(name, seconds, total) for name, seconds in phases.items()]

@@ -1,1 +1,1 @@
-"""Rollouts in actors of their own, so that tokens do not pass through the driver."""
+"""Play rollouts in actors, so that tokens do not pass through the driver."""
