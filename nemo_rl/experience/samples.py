@@ -72,9 +72,7 @@ def _said(message: Message) -> Message:
 
 
 def end_without_answer(sample: Trajectory, error: NoAnswerError) -> None:
-    """End a sample whose next answer cannot be sampled: as truncated if it is too long for the server, or else with an
-    error.
-    """
+    """End a sample whose next answer cannot be sampled: as truncated if it is too long, or else with an error."""
     if not error.is_too_long:
         sample.fail(str(error))
         return

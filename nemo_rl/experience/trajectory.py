@@ -55,7 +55,7 @@ class Ending(StrEnum):
 
 
 def is_right(reward: float | None) -> bool:
-    """Return whether an answer with this reward counts as right in training metrics, because the reward is above 0."""
+    """Return whether an answer with this reward counts as right in training metrics: whether it is above 0."""
     return reward is not None and reward > 0
 
 

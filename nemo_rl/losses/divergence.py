@@ -30,8 +30,7 @@ from nemo_rl.utils.errors import ConfigError
 
 
 def k1(log_ratio: Tensor) -> Tensor:
-    """`-log r`: unbiased, high variance, may be negative, exact gradient with the weight (zero in expectation without).
-    """
+    """`-log r`: unbiased, high variance, may be negative, exact gradient with the weight (zero mean without)."""
     return -log_ratio
 
 

@@ -98,9 +98,7 @@ def drop_tokens(raw_BT: Tensor, log_ratio_BT: Tensor, mask_BT: Tensor, *, low: f
 def drop_sequences(
     raw_BT: Tensor, log_ratio_BT: Tensor, mask_BT: Tensor, *, low: float, high: float
 ) -> ImportanceWeights:
-    """Keep the raw weights, but set those of sequences to 0 whose geometric mean token ratio is outside of `[low,
-    high]`.
-    """
+    """Keep the raw weights, but with 0 on sequences whose geometric mean token ratio is outside of `[low, high]`."""
     outside_BT = _is_outside(sequence_mean_ratio(log_ratio_BT, mask_BT), low, high)
     return ImportanceWeights(_kept(raw_BT, outside_BT), outside_BT)
 

@@ -108,7 +108,7 @@ def ways_to_less(name: str, section: PolicyConfig) -> str:
 def memory_of_a_rank(
     cluster: ClusterConfig, gpu_size: float | None = None, host_size: float | None = None
 ) -> float | None:
-    """Return the bytes of one GPU or of a rank's share of a machine, or None for an unmeasured Ray cluster.
+    """Return the bytes of a GPU or of a rank's share of a machine, or None for an unmeasured Ray cluster.
 
     Args:
         cluster: The machines. On GPUs, `gpu_memory_gb` overrides what is measured.

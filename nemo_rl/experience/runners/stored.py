@@ -78,8 +78,7 @@ def _summary(sample: Trajectory, places: Iterator[StoredTokens], reads_collectio
 
 
 def _counted(log: Sequence[Message], num_texts: int | None) -> list[Any]:
-    """Return messages with counts instead of tokens, and with texts for the first `num_texts` messages, or all if None.
-    """
+    """Return messages with counts instead of tokens. The first `num_texts` have texts, or all if None."""
     counted = []
     for number, message in enumerate(log):
         count = TokenCount(message["token_ids"].numel())
