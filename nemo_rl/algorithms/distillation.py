@@ -98,7 +98,7 @@ def check_vocab_equality(tokenizer: TokenizerType, student_model_name: str, teac
         teacher_model_name: Hub id or folder of the teacher.
 
     Raises:
-        ConfigError: the vocabularies differ, or the teacher has no tokenizer.
+        ConfigError: The vocabularies differ, or the teacher has no tokenizer.
     """
     other = get_tokenizer(TokenizerConfig.build(name=teacher_model_name), section="teacher")
     compare_vocabularies(tokenizer, other, student_model_name, teacher_model_name)

@@ -35,7 +35,7 @@ def recipe(config: RMMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
     set_seed(config.rm.seed)
     tokenizer = user_parts.tokenizer_of(config.policy)
     ensure_distinct_pad_token(tokenizer)
-    # # A program that loads the model uses this token to find the end of a padded sequence.
+    # A program that loads the model uses this token to find the end of a padded sequence.
     overrides = {"pad_token_id": tokenizer.pad_token_id} | (config.policy.hf_config_overrides or {})
     config.policy.hf_config_overrides = overrides
     configured = PreferenceLossFn(CentredMargin(config.rm.margin, config.rm.center_rewards_coefficient))
@@ -99,7 +99,7 @@ def calibration_error(margin_P: Tensor, num_bins: int = CALIBRATION_BINS) -> flo
     between the share of right orders in the pair's bin (a tie counts half) and the bin's mean confidence.
 
     Args:
-        margin_P: score of the chosen answer minus score of the rejected one.
+        margin_P: Score of the chosen answer minus score of the rejected one.
         num_bins: Number of bins, all of equal width.
 
     Example:

@@ -132,7 +132,7 @@ def start_run(config: TrainingConfig, recipe: Recipe, started_at: float = 0.0) -
     Raises:
         ConfigError, DataError, CheckpointError: The configuration, the data, a tracker or a checkpoint cannot be used.
             These errors are raised before Ray starts.
-        ResourceInsufficientError: the cluster has fewer resources than requested.
+        ResourceInsufficientError: The cluster has fewer resources than requested.
     """
     budget = StartBudget(started_at)
     check_recipe(config, recipe)

@@ -59,7 +59,7 @@ class BackgroundTask[T]:
 
         Raises:
             DeadlineExceededError: The task takes longer than `timeout_s`. It continues to run.
-            RayDiedError: the local Ray ended.
+            RayDiedError: The local Ray ended.
         """
         self._wait(timeout_s, check_local_ray)
 

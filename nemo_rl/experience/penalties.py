@@ -159,7 +159,7 @@ class AnswerReview:
             conversations: All tokens of each conversation, and the first token and end of each sampled turn in it.
 
         Raises:
-            ValueError: a penalty names a turn that does not exist.
+            ValueError: A penalty names a turn that does not exist.
         """
         turns: list[SampledTurn] = []
         malformed: list[tuple[int, int]] = []

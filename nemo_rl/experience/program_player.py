@@ -56,7 +56,7 @@ class ProgramPlayer(Protocol):
             trains: Whether the policy is trained on the sample.
 
         Raises:
-            Exception: an engine cannot answer any more, or the environment cannot be kept running.
+            Exception: An engine cannot answer any more, or the environment cannot be kept running.
         """
 
 

@@ -181,7 +181,7 @@ async def states_of(
         if not asked:
             break
         found = await generation.responses_so_far(asked)
-        # # A request that is answered meanwhile is not asked for again, because its sample then has the answer.
+        # A request that is answered meanwhile is not asked for again, because its sample then has the answer.
         responses |= {id(r): (r, so_far) for r, so_far in zip(asked, found, strict=True) if so_far is not None}
         await asyncio.sleep(0)
     so_far = {key: response for key, (_, response) in responses.items()}

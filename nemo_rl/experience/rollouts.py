@@ -127,8 +127,8 @@ class RolloutRunner:
             key: Key of the collection.
 
         Raises:
-            ConfigError: a prompt names an environment that does not run.
-            DeadlineExceededError: the collection takes longer than the limit.
+            ConfigError: A prompt names an environment that does not run.
+            DeadlineExceededError: The collection takes longer than the limit.
         """
         groups = self._loop.stream(
             partial(self._run_all, prompts, num_generations, sampling, key),
@@ -265,8 +265,8 @@ class RolloutRunner:
             progress: Stored states from which samples continue. It is updated for `stored_samples`.
 
         Raises:
-            ConfigError: the prompt names an environment that does not run.
-            DeadlineExceededError: the group takes longer than `RolloutLimits.timeout_s`.
+            ConfigError: The prompt names an environment that does not run.
+            DeadlineExceededError: The group takes longer than `RolloutLimits.timeout_s`.
         """
         self._check_environments([prompts["task_name"][row]])
         closings = Closings("group")

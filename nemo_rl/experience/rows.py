@@ -68,7 +68,7 @@ def rows_per_update(
         The number of rows of each update. None if each sample is one row, so that samples need not be counted.
 
     Raises:
-        DataError: the samples do not divide into updates.
+        DataError: The samples do not divide into updates.
     """
     if not any(trajectory.branches for trajectory in trajectories):
         return None

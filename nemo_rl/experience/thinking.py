@@ -250,7 +250,7 @@ def check_token_ids(tokenizer: Any, ids: dict[str, list[int]]) -> None:
         ids: Token ids, by their key in `reward_penalties.token_ids`.
 
     Raises:
-        ConfigError: a token is not in the vocabulary.
+        ConfigError: A token is not in the vocabulary.
     """
     size = len(tokenizer) if hasattr(tokenizer, "__len__") else None
     for key, tokens in ids.items():

@@ -55,7 +55,7 @@ class Ending(StrEnum):
 
 
 def is_right(reward: float | None) -> bool:
-    """Return whether an answer with this reward counts as right in training metrics: whether it is above 0."""
+    """Return whether a reward is above 0, so that its answer counts as right in training metrics."""
     return reward is not None and reward > 0
 
 
@@ -284,8 +284,7 @@ class Trajectory:
 
     @property
     def conversation(self) -> list[Message]:
-        """The messages without tokens, but with the prompt's original messages instead of its rendered text, if known.
-        """
+        """The messages of `turns`, but with the prompt's original messages instead of its rendered text, if known."""
         if self.chat is None:
             return self.turns
         first = next((n for n, m in enumerate(self.message_log) if "generation_logprobs" in m), len(self.message_log))

@@ -63,7 +63,7 @@ class TrajectoryLog:
     """Writes trajectories below a folder.
 
     Args:
-        folder: the run's log folder.
+        folder: The run's log folder.
         enabled: `logger.save_trajectories`.
         shown: Shows answers on a terminal. If None, no answers are shown.
     """

@@ -164,7 +164,7 @@ class TokenLoss:
     def __init__(self, per_token: PerToken, needs_reference: bool = False) -> None:
         self.per_token = per_token
         self.needs_reference = needs_reference
-        # # Name, docstring and module are those of the function. Its module decides how workers import the loss.
+        # Name, docstring and module are those of the function. Its module decides how workers import the loss.
         functools.update_wrapper(self, per_token)
 
     def __call__(

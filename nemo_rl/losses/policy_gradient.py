@@ -80,7 +80,7 @@ class ClippedPGLossFn:
         self.loss_type = LossType.TOKEN_LEVEL if counts_tokens else LossType.SEQUENCE_LEVEL
         self.needs_reference = cfg.reference_policy_kl_penalty != 0 and not cfg.use_kl_in_reward
         is_sequence_level = cfg.sequence_level_importance_ratios
-        # # If the ratio is always 1, only a ratio per token gives the policy gradient when advantages differ within a
+        # If the ratio is always 1, only a ratio per token gives the policy gradient when advantages differ within a
         # sequence.
         has_sequence_ratio = is_sequence_level and not cfg.force_on_policy_ratio
         self._ratio: RatioFn = sequence_mean_ratio if has_sequence_ratio else token_ratio

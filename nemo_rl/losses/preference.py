@@ -74,7 +74,7 @@ def odds_ratio_pair_loss(chosen_P: Tensor, rejected_P: Tensor, *, beta: float) -
 
 
 def _log_odds(logprob_P: Tensor) -> Tensor:
-    # # A probability of 1 has infinite odds. A row without tokens has the probability 1, and its loss must stay finite.
+    # A probability of 1 has infinite odds. A row without tokens has the probability 1, and its loss must stay finite.
     logprob_P = logprob_P.clamp(max=-1e-7)
     return logprob_P - torch.log(-torch.expm1(logprob_P))
 
@@ -202,7 +202,7 @@ class PreferenceLossFn:
         self, rewards_B: Tensor, mask_P: Tensor, margin_B: Tensor | None, global_valid_seqs: Tensor | float
     ) -> Tensor:
         chosen_P, rejected_P = split_pairs(rewards_B)
-        # # The margin is divided over both rewards, so that their sum, which a pair loss may use, stays the same.
+        # The margin is divided over both rewards, so that their sum, which a pair loss may use, stays the same.
         handicap_P = 0.0 if margin_B is None else margin_B[0::2].to(rewards_B.dtype) / 2
         loss_P = self._pair_loss(chosen_P - handicap_P, rejected_P + handicap_P)
         return mean_over_pairs(loss_P, mask_P, global_valid_seqs)

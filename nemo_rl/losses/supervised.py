@@ -165,7 +165,7 @@ class DistillationLossFn:
             return forward_BT, (p_BTk * (log_p_BTk - log_q_BTk)).sum(-1)
         if H_all_BT is None:
             return forward_BT, None
-        # # H_all includes all of the vocabulary, so tokens outside S need no separate terms.
+        # H_all includes all of the vocabulary, so tokens outside S need no separate terms.
         cross_BT = (p_BTk * log_q_BTk).sum(-1) + (1 - p_BTk.sum(-1)) * LOG_TEACHER_OUTSIDE
         return forward_BT, H_all_BT - cross_BT
 
@@ -184,7 +184,7 @@ class MseValueLossFn:
         cfg: The section `value_loss_fn`. A dict is checked, and missing values get their defaults.
 
     Raises:
-        ConfigError: a value is out of range.
+        ConfigError: A value is out of range.
     """
 
     loss_type = LossType.TOKEN_LEVEL
@@ -224,7 +224,7 @@ class MseValueLossFn:
         error_BT = (values_BT - returns_BT).square()
         worst_BT = error_BT
         if self.cfg.cliprange is not None:
-            # # The value is clamped, not its change, so that a value within the bounds stays as it is, bit for bit.
+            # The value is clamped, not its change, so that a value within the bounds stays as it is, bit for bit.
             limited_BT = values_BT.clamp(old_BT - self.cfg.cliprange, old_BT + self.cfg.cliprange)
             worst_BT = torch.maximum(error_BT, (limited_BT - returns_BT).square())
 

@@ -73,9 +73,9 @@ def gae(
         tokens: The tokens that count. It says how many of the N tokens each sample has.
         rewards_BN: Reward of each token, as `tokens.take` lays them out.
         values_BN: Value of the state before each token, as `tokens.take` lays them out.
-        after_B: value of the state after the last token of each sample; 0 for a finished answer.
-        gamma: discount for each token.
-        lambda_B: lambda of each sample.
+        after_B: Value of the state after the last token of each sample; 0 for a finished answer.
+        gamma: Discount for each token.
+        lambda_B: Lambda of each sample.
 
     Example:
         >>> tokens = CountedTokens.of(torch.ones(1, 2))
@@ -112,7 +112,7 @@ class GeneralizedAdvantageEstimator:
         loss_config: The section `loss_fn`, for a KL penalty in the reward. A dict is treated in the same way.
 
     Raises:
-        ConfigError: a value is out of range.
+        ConfigError: A value is out of range.
     """
 
     needs_values = True

@@ -153,7 +153,7 @@ def set_invalid_tool_calls(advantages: Tensor, mask: Tensor, trajectories: Seque
         advantages: `[B, T]`, as an estimator computed them.
         mask: `[B, T]`, non-zero on tokens that count in the loss.
         trajectories: B samples, whose `invalid_tool_call_turns` are set.
-        value: the advantage.
+        value: The advantage.
     """
     for row, trajectory in enumerate(trajectories):
         for span, is_invalid in zip(trajectory.turn_spans, trajectory.invalid_tool_call_turns, strict=False):
@@ -168,7 +168,7 @@ def set_malformed_thinking(advantages: Tensor, mask: Tensor, trajectories: Seque
         advantages: `[B, T]`, as an estimator computed them.
         mask: `[B, T]`, non-zero on tokens that count in the loss.
         trajectories: B samples, whose `malformed_thinking` is set.
-        value: the advantage.
+        value: The advantage.
     """
     for row, trajectory in enumerate(trajectories):
         for span in trajectory.malformed_thinking:

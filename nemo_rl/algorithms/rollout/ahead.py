@@ -333,7 +333,7 @@ class AheadRollouts:
             except DataExhausted:
                 return None
             self._num_batches += 1
-            # # The key has the number of the batch in place of the step, because it is not known yet which step will
+            # The key has the number of the batch in place of the step, because it is not known yet which step will
             # train on it.
             key = RolloutKey(self.fresh.run_seed, "train", self._num_batches)
             self._drawn.extend(DrawnPrompt(batch, row, key) for row in range(batch.rows.size))

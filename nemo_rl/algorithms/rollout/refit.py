@@ -164,7 +164,7 @@ class Refitter:
 
         Raises:
             WeightSyncError: The weights did not arrive, or arrived with other values.
-            DeadlineExceededError: policy or engines did not answer in time.
+            DeadlineExceededError: Policy or engines did not answer in time.
         """
         self._generation.follow_number()
         if not self._is_fresh:

@@ -130,7 +130,7 @@ class StartedGroups:
         """Wait for all groups.
 
         Raises:
-            DeadlineExceededError: a group takes too long.
+            DeadlineExceededError: A group takes too long.
             Exception: A group failed. The other groups are cancelled.
         """
         try:

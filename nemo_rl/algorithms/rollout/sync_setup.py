@@ -73,7 +73,7 @@ class SyncProbe:
             num_stale_B: See `StepBatch.num_stale_B`.
 
         Raises:
-            WeightSyncError: the engines compute other log-probabilities than the policy.
+            WeightSyncError: The engines compute other log-probabilities than the policy.
         """
         membership = self._generation.membership
         if self._max_error is None or self._membership == membership:
@@ -128,10 +128,10 @@ def suspect_layer(names: Sequence[str], expected: Sequence[Tensor], outputs: Seq
     Rounding makes the difference grow slowly from layer to layer. A jump shows a layer that computes something else.
 
     Args:
-        names: names of the layers, in order.
-        expected: hidden states `[T, D]` after each layer.
+        names: Names of the layers, in order.
+        expected: Hidden states `[T, D]` after each layer.
         outputs: Hidden states of the suspected model, in the same form. Empty if it cannot report them.
-        rounding: relative difference that rounding can cause.
+        rounding: Relative difference that rounding can cause.
     """
     if [output.shape for output in outputs] != [output.shape for output in expected]:
         return "its layers cannot be compared with the policy's"
@@ -175,7 +175,7 @@ def make_refitter(
     if quantization is not None and quantization.simulated:
         logger.warning(SIMULATED)
     stream = PolicyWeightStream(policy, engine_precision(config), timeout_s, quantization)
-    # # A block of float8 values may extend over several of the parts that engines read.
+    # A block of float8 values may extend over several of the parts that engines read.
     return Refitter(stream, engines, spec, timeout_s, memory, sync.send_parts and quantization is None)
 
 
@@ -201,7 +201,7 @@ def refit_policy_generation(
         Seconds, sizes and the number of tensors, named as in `Refitter.last_sync`.
 
     Raises:
-        ConfigError: the policy does not say how weights are moved (`policy.generation` is null).
+        ConfigError: The policy does not say how weights are moved (`policy.generation` is null).
         NotBuiltError: `kv_scales` is given.
         WeightSyncError: The weights did not arrive, or arrived with other values.
     """

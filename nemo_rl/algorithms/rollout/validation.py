@@ -159,8 +159,7 @@ class BackgroundValidation:
         """See `Validation.start`."""
         self.ensure_fresh()
         batches, runner = list(self.validator.batches), self.validator.runner
-        # # With `through_updates`, `wait_for_groups` does not wait for the validation: a checkpoint must not wait for
-        # it.
+        # With `through_updates`, `wait_for_groups` does not wait for the validation: a checkpoint must not wait for it.
         task = runner.start(self.validator.play(batches), f"the validation after step {step}", through_updates=True)
         self._running = _Running(step, task, limit_s=len(batches) * runner.group_limit_s)
 

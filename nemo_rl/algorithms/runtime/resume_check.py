@@ -42,7 +42,7 @@ def check_resume(
 
     Raises:
         ConfigError: A value or file has changed that `checkpointing.allow_changed` does not name.
-        CheckpointError: the checkpoint's configuration or data position cannot be read.
+        CheckpointError: The checkpoint's configuration or data position cannot be read.
     """
     stored = _stored_config(path)
     for name, role in trained(models).items():

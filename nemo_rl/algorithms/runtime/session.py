@@ -210,7 +210,7 @@ class Session:
         """End the run and log how it ended. The end of the data is not an error.
 
         Raises:
-            RunInterruptedError: a signal ended the run before its last step.
+            RunInterruptedError: A signal ended the run before its last step.
             NothingToLearnError: No step made an update.
         """
         try:
@@ -332,7 +332,7 @@ class Session:
         self.state.trained_steps += made_update(self._metrics)
         self._finished = {f"train:{name}": value for name, value in self._metrics.items()}
         train_seconds = time.perf_counter() - self._step_started
-        # # Measured before a validation, because the passes of a validation are not part of the step.
+        # Measured before a validation, because the passes of a validation are not part of the step.
         performance = self._parts.throughput.of_step(self._metrics, self._timings(train_seconds))
         self._note_validation(wait=False)
         if self._validation_is_due(step):

@@ -135,7 +135,7 @@ class Validations:
 
         Raises:
             ConfigError: Checkpoints are to be ranked by a metric that the validation does not report.
-            Exception: the failure of the validation.
+            Exception: The failure of the validation.
         """
         result = None if self.validation is None else self.validation.finished(wait=wait)
         if result is None:

@@ -86,8 +86,7 @@ def log_memory(
 
 
 def _compare_memory(name: str, section: PolicyConfig, plan: MemoryPlan, available: float | None) -> None:
-    """Warn if a rank is predicted to need more memory than it has, or raise an error if its state alone does not fit.
-    """
+    """Warn if a rank is predicted to need more memory than it has. Refuse the run if its state alone does not fit."""
     if available is None or plan.peak <= available:
         return
     ways_out = ways_to_less(name, section)
@@ -108,7 +107,7 @@ def ways_to_less(name: str, section: PolicyConfig) -> str:
 def memory_of_a_rank(
     cluster: ClusterConfig, gpu_size: float | None = None, host_size: float | None = None
 ) -> float | None:
-    """Return the bytes of a GPU or of a rank's share of a machine, or None for an unmeasured Ray cluster.
+    """Return the bytes of a GPU or of a rank's share of a machine, or None if they are unknown.
 
     Args:
         cluster: The machines. On GPUs, `gpu_memory_gb` overrides what is measured.
@@ -177,7 +176,7 @@ def forecast_memory(config: RunConfig, device: float) -> MemoryForecast:
         device: Bytes of a device, see `device_bytes`. Engines take a share of it.
 
     Raises:
-        ConfigError: a model's configuration cannot be read.
+        ConfigError: A model's configuration cannot be read.
     """
     forecast = _Forecast(config.cluster, config.policy, device)
     groups = forecast.groups(config)

@@ -111,8 +111,8 @@ def open_policy(
         device: "cpu", or "cuda" for GPUs. On the CPU the precision is float32 unless `precision` is given.
         learning_rate: Learning rate of AdamW without weight decay. If None, `optimizer` in `policy_keys` is used.
         ranks: Number of processes that share the model. On GPUs, each process uses one GPU.
-        seed: seed of dropout and of the first values of adapters.
-        policy_keys: any other key of the `policy` section (docs/reference/configuration.md), sections as dicts;
+        seed: Seed of dropout and of the first values of adapters.
+        policy_keys: Any other key of the `policy` section (docs/reference/configuration.md), sections as dicts;
             for example `dtensor_cfg={"lora_cfg": {"enabled": True}}`.
 
     Raises:

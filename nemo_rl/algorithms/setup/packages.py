@@ -154,7 +154,7 @@ def _refuse(needs: Sequence[Need], cluster: ClusterConfig, advice: str = "") -> 
     ways = []
     extras = dict.fromkeys(need.extras[0] for need in needs if not _has_own_python(need.kind, cluster))
     if any(not _has_own_python(need.kind, cluster) for need in lacking):
-        # # The command names all extras of the run, because uv removes the packages of extras that are not named.
+        # The command names all extras of the run, because uv removes the packages of extras that are not named.
         named = " ".join(f"--extra {extra}" for extra in extras)
         ways.append(f"Start the run by the command that installs what it needs\n  uv run {named} {_command()}")
     described = []

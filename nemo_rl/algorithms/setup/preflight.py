@@ -25,7 +25,7 @@ def check_backends(models: Mapping[str, Role], cluster: ClusterConfig) -> None:
         models: The models of the run, including the policy.
 
     Raises:
-        ConfigError: a model does not fit its mesh.
+        ConfigError: A model does not fit its mesh.
     """
     from nemo_rl.models.training.backends import training_backend
 

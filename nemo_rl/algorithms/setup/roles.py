@@ -265,7 +265,7 @@ def _shared(checkpointing: CheckpointingConfig, models: Mapping[str, Role]) -> S
         folders |= {f"{name}.model_name": section.model_name, f"{name}.tokenizer.name": section.tokenizer.name}
     if not checkpointing.enabled:
         return Shared(folders)
-    # # The path is absolute because workers may have another working directory. The folders of models are absolute
+    # The path is absolute because workers may have another working directory. The folders of models are absolute
     # already, because `load_config` makes them so.
     saved = Path(checkpointing.checkpoint_dir).absolute()
     return Shared(folders, ("checkpointing.checkpoint_dir", str(saved)))

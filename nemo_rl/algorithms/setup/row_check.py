@@ -44,7 +44,7 @@ def check_known_answers(config: RolloutMasterConfig, data: RunData, own: Collect
         own: Names of environments that the program has made. They are left out.
 
     Raises:
-        DataError: the answers of a data set never get a reward.
+        DataError: The answers of a data set never get a reward.
     """
     names = {name for _, name in config.env_entries() if name} | set(data.task_env.values())
     names -= {*own, *config.cluster.venvs}

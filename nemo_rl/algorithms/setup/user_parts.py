@@ -84,8 +84,8 @@ class UserParts:
         """Return the rows of the run, after checking that its models and engines accept them.
 
         Args:
-            load: function that loads the configured data.
-            sampled: whether the rows are prompts.
+            load: Function that loads the configured data.
+            sampled: Whether the rows are prompts.
 
         Raises:
             DataError: The rows cannot be used, or their known answers never get a reward.
@@ -110,7 +110,7 @@ class UserParts:
         """Return the loss: the caller's, or else the class that `loss_fn.name` names, or else the built-in loss.
 
         Args:
-            configured: the built-in loss of the algorithm.
+            configured: The built-in loss of the algorithm.
             section: The section `loss_fn`.
             rows_per_sample: Number of consecutive rows that a user's loss needs in one microbatch, unless it has its
             own `rows_per_unit`.

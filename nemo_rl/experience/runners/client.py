@@ -45,10 +45,10 @@ def ranks_of_runner(number: int, num_runners: int, num_workers: int, workers_per
     """Return the ranks of the workers of a runner's engines. A runner has consecutive engines, often of one node.
 
     Args:
-        number: number of the runner, from 0.
+        number: Number of the runner, from 0.
         num_runners: Number of runners, at most the number of engines.
-        num_workers: number of workers of all engines.
-        workers_per_engine: number of workers of each engine (`EngineSettings.num_workers`).
+        num_workers: Number of workers of all engines.
+        workers_per_engine: Number of workers of each engine (`EngineSettings.num_workers`).
     """
     num_engines = num_workers // workers_per_engine
     first, end = (bound * num_engines // num_runners for bound in (number, number + 1))

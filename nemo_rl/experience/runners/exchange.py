@@ -80,7 +80,7 @@ class GroupExchange:
             The samples, with references to their tokens, and the metrics of environments.
 
         Raises:
-            WorkerDiedError: the actor died too often.
+            WorkerDiedError: The actor died too often.
             Exception: See `RolloutRunner.play_group`.
         """
         if self._failure is not None:

@@ -172,7 +172,7 @@ def _packed(
     for number, phase, each in played:
         sent = [next(summaries) if phase == "train" else _sent(sample) for sample in each.trajectories]
         groups.append((number, replace(each, trajectories=sent)))
-        # # Ray pickles all other values, which the library makes itself. Metadata may hold any object.
+        # Ray pickles all other values, which the library makes itself. Metadata may hold any object.
         cloudpickle.dumps([sample.extra_env_info for sample in sent])
     return groups, packed
 

@@ -45,7 +45,7 @@ def split(groups: Sequence[Sequence[Trajectory]], *, reads_collections: bool) ->
     """Divide samples into summaries for the driver, and tokens with texts for the object store.
 
     Args:
-        groups: finished samples of each prompt.
+        groups: Finished samples of each prompt.
         reads_collections: Whether an environment reads whole collections. If so, the summaries have the texts of all
         messages and the environment's metadata. If not, they have only the texts of the messages before the first
         response.

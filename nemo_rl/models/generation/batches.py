@@ -34,8 +34,7 @@ VllmConfig = EvalGenerationConfig
 
 
 class VllmGeneration:
-    """Engines that load the weights of a model themselves. `refit_policy_generation` replaces the weights by a
-    policy's.
+    """Engines that load a model's weights themselves. `refit_policy_generation` replaces them by a policy's.
 
     Args:
         cluster: Cluster on which the engines run, one worker on each bundle.
@@ -43,10 +42,10 @@ class VllmGeneration:
             this class.
         name_prefix: Has no effect, because processes are named after the engine.
         workers_per_node: Must be None, because the bundles decide.
-        seed: seed of the sampling; each call derives other seeds from it.
+        seed: Seed of the sampling; each call derives other seeds from it.
 
     Raises:
-        ConfigError: a key is wrong, or the model cannot be found.
+        ConfigError: A key is wrong, or the model cannot be found.
         NotBuiltError: `workers_per_node` is given.
     """
 

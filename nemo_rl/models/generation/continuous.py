@@ -66,7 +66,7 @@ class TokenCache:
     Attributes:
         num_places: Number of tokens that fit into the cache.
         room: Number of places that no running row holds.
-        room: number of places that no running row holds.
+        room: Number of places that no running row holds.
     """
 
     def __init__(self, num_places: int, device: torch.device) -> None:
@@ -201,12 +201,12 @@ class ContinuousEngine(RowsEngine):
     """A `RowsEngine` whose cache holds the tokens of any rows.
 
     Args:
-        settings: context limit and tokenizer.
-        vocab_size: number of token ids that prompts may hold.
+        settings: Context limit and tokenizer.
+        vocab_size: Number of token ids that prompts may hold.
         cache: Cache that assigns places to tokens.
 
     Raises:
-        GenerationError: a row of the longest length does not fit into the cache.
+        GenerationError: A row of the longest length does not fit into the cache.
     """
 
     def __init__(self, settings: EngineSettings, vocab_size: int, cache: TokenCache) -> None:

@@ -273,8 +273,7 @@ class EngineGroup(GenerationInterface):
 
     async def _collect(self, member: Member, waits: Waits) -> None:
         """Collect results from one engine until no request is pending."""
-        # # Polls of earlier engines are dropped: if another thread saw a death, it does not concern the pending
-        # requests.
+        # Polls of earlier engines are dropped: if another thread saw a death, it does not concern the pending requests.
         member.polls = {rank: poll for rank, poll in member.polls.items() if poll[0] == member.num_starts}
         while member.unfinished:
             try:
@@ -302,8 +301,7 @@ class EngineGroup(GenerationInterface):
                 member.answer(request_id, result, now)
 
     async def _first_to_answer(self, member: Member, waits: Waits) -> int:
-        """Return the worker of an engine whose call of `collect` ends first, with results or because the worker died.
-        """
+        """Return the worker of an engine whose call of `collect` ends first, with results or by the worker's death."""
         clock = asyncio.get_running_loop().time
         for rank in member.ranks:
             if rank not in member.polls:
@@ -375,7 +373,7 @@ class EngineGroup(GenerationInterface):
 
     @contextmanager
     def exclusively(self) -> Iterator[None]:
-        """Keep other threads from replacing engines and moving weights, while the same thread may nest this.
+        """Keep other threads from replacing engines and moving weights. The same thread may enter again.
 
         Raises:
             DeadlineExceededError: another thread did not finish in `turn_timeout_s`.
@@ -421,8 +419,8 @@ class EngineGroup(GenerationInterface):
         for member in self._running:
             calls = MultiWorkerFuture([self._call(rank, "ready") for rank in member.ranks], called_workers=member.ranks)
             try:
-                # # All workers are called together, because a surviving rank of a dead engine may wait for the dead
-                # rank forever.
+                # All workers are called together, because a surviving rank of a dead engine may wait for the dead rank
+                # forever.
                 self.workers.get_all_worker_results(calls, self._setup_timeout_s, "engine check")
             except WorkerDiedError as death:
                 self._replace(member, str(death))
@@ -449,7 +447,7 @@ class EngineGroup(GenerationInterface):
         return len(stopped)
 
     def reopen(self) -> None:
-        """Accept requests again, and replace dead engines, after lost policy ranks kept an engine from getting weights.
+        """Accept requests again and replace dead engines, after lost policy ranks kept an engine without weights.
 
         Raises:
             WorkerDiedError: the run's restarts are used up, or the engines have been shut down.

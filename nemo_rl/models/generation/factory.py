@@ -168,7 +168,7 @@ def sampling_params(policy: PolicyConfig, eos_token_id: int | None, *, validatio
         validation: Whether the `val_*` keys are used.
 
     Raises:
-        ConfigError: the model cannot be found.
+        ConfigError: The model cannot be found.
     """
     generation = policy.sampling
     top_k = generation.val_top_k if validation else generation.top_k
@@ -196,7 +196,7 @@ def make_engines(
     """Start one worker on every bundle, and block until all engines are built.
 
     Args:
-        settings: settings of each engine.
+        settings: Settings of each engine.
         where: The bundles. The workers of an engine are on one machine, or take whole machines
         (`config.rules.engines`).
         cluster: Section with time limits and restarts.

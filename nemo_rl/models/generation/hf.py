@@ -53,9 +53,7 @@ class BatchedEngine(RowsEngine):
 
     @abstractmethod
     def read(self, rows: list[list[int]]) -> Tensor:
-        """Start a batch of rows with these tokens, free the previous one, and return `[b, V]` logits of the next
-        tokens.
-        """
+        """Free the previous batch, start a batch of rows with these tokens, and return `[b, V]` logits."""
 
     @abstractmethod
     def advance(self, token_ids: list[int]) -> Tensor:

@@ -173,7 +173,7 @@ class GenerationResult:
 
 @dataclass(frozen=True, eq=False)
 class ResponseSoFar:
-    """The first part of a response, with the attributes of `GenerationResult`."""
+    """The first part of a response. Its attributes are those of `GenerationResult`."""
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
@@ -379,6 +379,10 @@ class GenerationInterface(ABC):
 
         If a call is cancelled, its request is aborted in the engine.
 
+        Raises:
+            GenerationError: The engine refused the request (too long, unknown token ids).
+            WorkerDiedError: Engines died more often than allowed.
+            NoAnswerError: An endpoint gave no answer. Only the sample of the request fails.
         """
 
     async def responses_so_far(self, requests: Sequence[GenerationRequest]) -> list[ResponseSoFar | None]:
@@ -423,8 +427,10 @@ class GenerationInterface(ABC):
 
 
 class GenerationDatumSpec(TypedDict):
-    """Batch of prompts: `input_ids [B, T]` int64 right-padded, `input_lengths [B]`, `stop_strings`, and optionally
-    `row_inputs` (list of B `RowInputs`).
+    """Batch of prompts.
+
+    `input_ids [B, T]` int64, right-padded; `input_lengths [B]`; `stop_strings`; and optionally `row_inputs`, a list of
+    B `RowInputs`.
     """
 
     input_ids: torch.Tensor

@@ -57,7 +57,7 @@ _KEPT = 0.98
 
 @dataclass
 class Pending:
-    """A request without an answer yet, sent at the loop's time `since`."""
+    """A request without an answer yet. `since` is the loop's time at which it was sent."""
 
     request: GenerationRequest
     future: asyncio.Future[GenerationResult]
@@ -231,7 +231,7 @@ class Replacements:
                 more.
 
         Raises:
-            WorkerDiedError: the run's restarts are used up, or the engine died at each of `_MOST_STARTS` starts.
+            WorkerDiedError: The run's restarts are used up, or the engine died at each of `_MOST_STARTS` starts.
             ResourceInsufficientError: The engine's node was lost, and no other node has the resources.
         """
         for num_left in reversed(range(_MOST_STARTS)):
@@ -312,7 +312,7 @@ class EngineScaling:
         for member in reversed(self._members):
             if member.is_away:
                 continue
-            # # An engine that has just begun to leave may be getting its last request in the thread of the requests.
+            # An engine that has just begun to leave may be getting its last request in the thread of the requests.
             if not member.is_leaving or member.unfinished or member.index not in self._was_leaving:
                 break
             self._workers.end_workers(member.ranks)

@@ -270,8 +270,7 @@ class Link:
 
 
 def open_links(meeting: Meeting, name: str, places: Sequence[int]) -> list[Link]:
-    """Open links to processes that call `open_link` with the same name, and return the links in the order of `places`.
-    """
+    """Open links to processes that call `open_link` with the same name, and return them in the order of `places`."""
     if not places:
         return []
     key, links = secrets.token_bytes(32), dict[int, Link]()
@@ -306,7 +305,7 @@ def _listener(meeting: Meeting, places: Sequence[int], key: bytes) -> Listener:
 def _dial(address: str | list[Any], key: bytes) -> Connection:
     if isinstance(address, str):
         return Client(address, family="AF_UNIX", authkey=key)
-    # # `Client` would take every pair of host and port for an IPv4 address.
+    # `Client` would take every pair of host and port for an IPv4 address.
     connection = Connection(socket.create_connection((address[0], address[1])).detach())
     answer_challenge(connection, key)
     deliver_challenge(connection, key)
@@ -357,8 +356,8 @@ class ServedRank:
         if call.wants_answer or outcome.failure is not None:
             link.send(outcome)
         if not call.wants_answer and outcome.failure is not None:
-            # # Worker 0 has usually failed too and reports why. If it waits for this rank instead, only the exit of
-            # this process ends its wait.
+            # Worker 0 has usually failed too and reports why. If it waits for this rank instead, only the exit of this
+            # process ends its wait.
             logger.error("A step failed, so this process ends.\n%s", outcome.failure)
             asyncio.get_running_loop().call_later(2 * _PATIENCE_S, os._exit, 1)
 

@@ -172,7 +172,7 @@ def engine_class(backend: str) -> type:
         backend: Value of `policy.generation.backend`.
 
     Raises:
-        ConfigError: no class can be imported from the path.
+        ConfigError: No class can be imported from the path.
     """
     return ENGINE_CLASSES.class_of(backend, _named(backend))
 

@@ -47,10 +47,10 @@ def stop_token_ids(
         model_name: Local folder or hub id.
         tokenizer_eos: `eos_token_id` of the tokenizer, if it has one.
         configured: Further ids from the run's configuration.
-        config_overrides: changes to the model's Hugging Face config.
+        config_overrides: Changes to the model's Hugging Face config.
 
     Raises:
-        ConfigError: the model cannot be found.
+        ConfigError: The model cannot be found.
     """
     try:
         generation = GenerationConfig.from_pretrained(model_name)
@@ -114,8 +114,7 @@ def joined(
 
 
 def _end_at_stop(so_far: list[int], rest: list[int], stops: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the number of tokens of the rest that belong to the response: those up to the first stop string, or all.
-    """
+    """Return the number of tokens of the rest that belong to the response: up to the first stop string, or all."""
 
     def has_stop(end: int) -> bool:
         text = str(tokenizer.decode(so_far + rest[:end]))

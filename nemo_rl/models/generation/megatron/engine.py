@@ -12,9 +12,9 @@ A `ModelPart` computes the part of the model that one rank has, with its key-val
     read() ───►┤  tensor-parallel ranks divide each layer and the vocabulary                  ├─► [b, V] logits
                └─ an engine of one rank has everything                                        ┘   on place 0
 
-Without CUDA, the `ModelPart` uses the replacements of `megatron.parallel` for modules that need CUDA. The layers are
-always Megatron Core's own, even if Transformer Engine is installed. A pass is one row of tokens of any requests,
-without padding. Invariant: all ranks of an engine make the same calls in the same order.
+Without CUDA, `megatron.parallel` replaces the functions of `torch.cuda` that Megatron Core calls. The layers are always
+Megatron Core's own, even if Transformer Engine is installed. A pass is one row of tokens of any requests, without
+padding. Invariant: all ranks of an engine make the same calls in the same order.
 
 Megatron Core assumes that the tokens of a row are at positions 0, 1, 2 ... In a pass of an engine, each sequence
 continues at its own position, so `RotaryAtPositions` gives the rotary embeddings the positions of the tokens.
@@ -112,7 +112,7 @@ class ModelPart:
             update=_sizes(settings)
         )
         _start_groups(settings, section, self._device)
-        # # These modules are imported here, because without CUDA they need the preparation above.
+        # These modules are imported here, because without CUDA they need the preparation above.
         from nemo_rl.models.megatron.conversion.importer import HubReceiver, load_huggingface
         from nemo_rl.models.megatron.model.build import build_chunks
 
@@ -256,9 +256,7 @@ def _start_groups(settings: EngineSettings, section: MegatronConfig, device: tor
 def _after(
     *, hidden_states: Tensor, output_layer: nn.Module, output_weight: Tensor | None, context: Tensor, **ignored: Any
 ) -> Tensor:
-    """Compute `[b, V]` logits on every rank, after the tokens of `hidden_states` `[T, 1, D]` with the indices
-    `context`.
-    """
+    """Compute `[b, V]` logits on every rank after the tokens of `hidden_states` `[T, 1, D]` at indices `context`."""
     logits_b1V, _ = output_layer(hidden_states[context], weight=output_weight, runtime_gather_output=True)
     logits_bV: Tensor = logits_b1V[:, 0]
     return logits_bV
@@ -347,9 +345,7 @@ class MegatronEngine(_HoldsPart, ContinuousEngine):
         self._on_all("cache.clear")
 
     def _on_all(self, method: str, *args: Any, answering: Sequence[bool] = ()) -> list[Any]:
-        """Call a method of each part, or "cache.x", and return the results of this rank and of the ranks in
-        `answering`.
-        """
+        """Call a method of each part, or "cache.x", and return the results of this rank and of ranks in `answering`."""
         wanted = answering or [False] * len(self._links)
         answers = call_all(self._links, RankCall(method, args, {}, wants_answer=False), wanted)
         with ending_if_alone(self._links):

@@ -1,5 +1,4 @@
-"""Represent conversations with a model that does not take token ids: the prompt as messages, the answer, and a
-tokenizer.
+"""Represent conversations with a model that takes no token ids: the prompt as messages, the answer, and a tokenizer.
 
 Rollouts keep messages as token ids, but the model's tokenizer is not available here. With the tokenizer of this module,
 token ids are the bytes of the texts. They can be decoded exactly, but their number is not the number of the model's

@@ -106,7 +106,7 @@ class EndpointConnection:
             content = await read_at_most(response, self.largest_bytes)
         if content is None:
             raise EndpointError(f"{self.name} at {url} sent more than {self.largest_bytes} bytes")
-        # # The key is removed first, because a cut text could contain a part of the key that is not recognised.
+        # The key is removed first, because a cut text could contain a part of the key that is not recognised.
         shown = printable(self.safe(content[: 2**16].decode(errors="replace")))[:_SHOWN_CHARS]
         status = response.status_code
         if status != httpx.codes.OK:
@@ -166,7 +166,7 @@ def key_of(variable: str | None, key: str, user: str) -> str | None:
         user: Who reads the variable, such as "the environment", for the error.
 
     Raises:
-        ConfigError: the variable is not set.
+        ConfigError: The variable is not set.
     """
     if variable is None:
         return None

@@ -219,7 +219,7 @@ def _arguments(given: Any) -> str:
         decoded = json.dumps(json.loads(text), ensure_ascii=False)
     except (ValueError, RecursionError):
         return whole(text)
-    # # Escapes can also stand for lone surrogates, which would appear when the text is decoded.
+    # Escapes can also stand for lone surrogates, which would appear when the text is decoded.
     return whole(text) if whole(decoded) == decoded else whole(decoded)
 
 
@@ -260,7 +260,7 @@ _FULL = (
 
 @dataclass
 class RequestCounts:
-    """Numbers of requests."""
+    """Counts of requests and answers."""
 
     requests: int = 0
     """Number of requests that were sent."""
@@ -283,7 +283,7 @@ class ChatModel(GenerationInterface):
         tokenizer: Encodes answers for the message log.
 
     Raises:
-        ConfigError: the environment variable of the key is not set.
+        ConfigError: The environment variable of the key is not set.
     """
 
     reads_chats: ClassVar[bool] = True
@@ -304,7 +304,7 @@ class ChatModel(GenerationInterface):
         Raises:
             NoAnswerError: There is no answer to this request after all attempts.
             EndpointUnusableError: The endpoint refuses every request of the run.
-            DataError: a message has content that is not text.
+            DataError: A message has content that is not text.
         """
         body = chat_body(self._config, request)
         try:
@@ -392,7 +392,7 @@ def connection_to(config: ModelEndpointConfig, timeout_s: float | None = None) -
         timeout_s: Time limit of one request in seconds. If None, the limit of the section.
 
     Raises:
-        ConfigError: the environment variable of the key is not set.
+        ConfigError: The environment variable of the key is not set.
     """
     return EndpointConnection(
         "the model's endpoint",
