@@ -112,8 +112,7 @@ class SteppedEngine(ABC):
         """Return the number of tokens in the response of a running request."""
 
     def finish_steps(self) -> list[Finished]:
-        """Return the results of steps that were computed ahead, so that an update is followed by no token of the old
-        weights.
+        """Return the results of steps that were computed ahead, so that no token of the old weights follows an update.
 
         By default there are none, because a step returns when its tokens are drawn.
         """

@@ -11,7 +11,8 @@ from nemo_rl.losses.loss_function import AnyLossFunction
 from nemo_rl.models.batch_rows import StoredScores
 
 type KeptScores = tuple[list[StoredScores | None], Tensor]
-"""Result of `keep_logprobs`: places of the scores of B rows, and `losses.divergence.sequence_errors` `[B]` float32."""
+"""Result of `keep_logprobs`: references of the scores of B rows, and `losses.divergence.sequence_errors` `[B]` float32.
+"""
 
 
 class LogprobOutputSpec(TypedDict):
@@ -39,14 +40,14 @@ class ValueOutputSpec(TypedDict):
 
 
 class TopkLogitsOutputSpec(TypedDict):
-    """Result of `get_topk_logits`, with the distribution after token t at position t."""
+    """Result of `get_topk_logits`. Position t has the distribution after token t."""
 
     topk_logits: Tensor  # [B, T, k] float32, largest first, at temperature 1; 0 on padding
     topk_indices: Tensor  # [B, T, k] int64 token ids; 0 on padding
 
 
 class TrainResult(TypedDict):
-    """Result of one `train` call on U global batches, which updates nothing for a batch without a counted token."""
+    """Result of one `train` call on U global batches. A batch without a token that counts updates nothing."""
 
     loss: Tensor  # [U] float32, loss of each global batch; 0 without an update
     grad_norm: Tensor  # [U] float32, before clipping; 0 without an update and in eval mode
@@ -55,13 +56,13 @@ class TrainResult(TypedDict):
 
 
 class ScoringModel(Protocol):
-    """A model that scores rows, as stages see it, with the methods of `lm_policy.Policy`."""
+    """A model that scores rows, with methods of `lm_policy.Policy`, for the stages of a step."""
 
     def get_logprobs(self, data: BatchedDataDict[Any]) -> BatchedDataDict[LogprobOutputSpec]:
         """Score every token under the current weights."""
 
     def get_reference_policy_logprobs(self, data: BatchedDataDict[Any]) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
-        """Score every token under the weights the run started from."""
+        """Score every token under the weights that the run started from."""
 
     def get_topk_logits(
         self, data: BatchedDataDict[Any], k: int, *, vocab_size: int | None = None
@@ -84,7 +85,10 @@ class PolicyInterface(ABC):
         gbs: int | Sequence[int] | None = None,
         mbs: int | None = None,
     ) -> TrainResult:
-        """Make one optimizer update per global batch, in order, with `gbs` rows (or one number of rows for each)."""
+        """Make one optimizer update per global batch, in order.
+
+        `gbs` is the number of rows of all, or of each, global batch.
+        """
 
     @abstractmethod
     def get_logprobs(self, data: BatchedDataDict[Any]) -> BatchedDataDict[LogprobOutputSpec]:
@@ -94,7 +98,7 @@ class PolicyInterface(ABC):
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
-        """Score every token under the weights the run started from."""
+        """Score every token under the weights that the run started from."""
 
     @abstractmethod
     def keep_logprobs(self, data: BatchedDataDict[Any], *, of_reference: bool = False) -> KeptScores:
@@ -114,7 +118,7 @@ class PolicyInterface(ABC):
         tokenizer_path: str | None = None,
         consolidated: bool = False,
     ) -> None:
-        """Write a checkpoint that `Policy(weights_path=..., optimizer_path=...)` resumes from."""
+        """Write a checkpoint that `Policy(weights_path=..., optimizer_path=...)` can resume from."""
 
     @abstractmethod
     def shutdown(self) -> bool:
@@ -122,4 +126,4 @@ class PolicyInterface(ABC):
 
 
 ColocatablePolicyInterface = PolicyInterface
-"""NeMo RL's name for a policy that can share devices with engines; every policy here can."""
+"""NeMo RL's name for a policy that can share devices with engines. Every policy of this library can."""

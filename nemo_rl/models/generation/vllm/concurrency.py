@@ -95,8 +95,7 @@ class CacheWatch:
         self._preempt(*arguments, **options)
 
     def begin_step(self) -> None:
-        """Note the start of a step, so that requests which vLLM preempts between steps for new weights are not counted.
-        """
+        """Note the start of a step. Requests that vLLM preempts between steps, for new weights, are not counted."""
         self._before_step = self._num_preempted
 
     def end_step(self, num_ended: int) -> None:

@@ -130,7 +130,7 @@ def exchange_tokens() -> None:
 def _all_gatherv(
     self: Any, input_: torch.Tensor | list[torch.Tensor], dim: int = 0, sizes: list[int] | None = None
 ) -> torch.Tensor | list[torch.Tensor]:
-    """Concatenate the rows of all members, of which `sizes` has the numbers (`DeviceCommunicatorBase.all_gatherv`)."""
+    """Concatenate the rows of all members. `sizes` has their numbers of rows (`DeviceCommunicatorBase.all_gatherv`)."""
     assert dim == 0, "tokens are rows"
     if isinstance(input_, torch.Tensor):
         return _joined(self, input_, sizes)
@@ -161,8 +161,7 @@ def _reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = -1, sizes: list
 
 
 def round_activations(worker: Any, quantization: WeightQuantization) -> int:
-    """Round the inputs of all linear layers with quantized weights from now on, and return the number of these layers.
-    """
+    """From now on, round the inputs of all linear layers with quantized weights, and return the number of layers."""
     model: nn.Module = worker.model_runner.get_model()
     found = 0
     for name, module in model.named_modules():

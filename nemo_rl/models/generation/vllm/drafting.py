@@ -42,10 +42,10 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 @contextmanager
 def described(shape: DraftShape | None) -> Iterator[Path | None]:
-    """Write the folder from which vLLM builds a draft model that is trained with the policy, for the block.
+    """For the block, write the folder from which vLLM builds a draft model that is trained with the policy.
 
     Args:
-        shape: sizes of the draft model; None: there is none, and no folder.
+        shape: Sizes of the draft model. If None, there is no draft model and no folder.
     """
     if shape is None:
         yield None

@@ -143,9 +143,7 @@ class VllmEngine(SteppedEngine):
         self._vllm_ids[request_id] = self._engine.add_request(request_id, prompt, params, priority=priority)
 
     def _read(self, request_id: str) -> None:
-        """Let vLLM read a drawn response before it begins waiting requests, because a caller waits for the complete
-        response.
-        """
+        """Let vLLM read a drawn response before waiting requests, because a caller waits for the complete response."""
         self._submit(request_id, self._scoring.tokens_to_read(request_id), reading(), priority=-1)
 
     def _sampling_params(self, request: GenerationRequest, room: int) -> VllmSamplingParams:

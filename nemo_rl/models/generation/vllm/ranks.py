@@ -55,8 +55,7 @@ start."""
 
 
 class _Start(NamedTuple):
-    """Message of worker 0 to all other workers: vLLM's configuration, a name of the engine, and environment variables.
-    """
+    """Message of worker 0 to all other workers: vLLM's configuration, a name, and environment variables."""
 
     config: VllmConfig
     identity: str

@@ -143,8 +143,7 @@ def check_speculation(policy: PolicyConfig, cluster: ClusterConfig, model: Any) 
 
 
 def _no_eagle_head(name: str) -> Iterator[str]:
-    """Yield a problem if local files do not hold an EAGLE-3 head, whose first layer joins hidden states of the policy.
-    """
+    """Yield a problem if local files do not hold an EAGLE-3 head, whose first layer joins states of the policy."""
     from nemo_rl.models.huggingface.tensor_files import TensorFiles
 
     files = sorted(Path(cached_folder(name) or name).glob("*.safetensors"))
