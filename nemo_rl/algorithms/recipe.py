@@ -55,8 +55,7 @@ class Recipe:
     trainer: Callable[[Mapping[str, Any], Session], Trainer] | None = None
     """Function that builds the trainer from the started models and the session. If None, the policy is the trainer."""
     sampling: Sampling = field(default_factory=Sampling)
-    """How answers are sampled. Not used by a run with written rows. The fields below are not used by a run that
-    samples."""
+    """How answers are sampled, for runs that sample. The fields below are for runs on written rows."""
     collate: Collate = rl_collate_fn
     """Joins data into a batch."""
     rows_per_sample: int = 1

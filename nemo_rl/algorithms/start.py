@@ -313,10 +313,7 @@ class RunParts:
         return self.plan.folders.newest_checkpoint()
 
     def replace_ranks(self, lost: Collection[str], resume_path: Path | None) -> None:
-        """Replace ranks as `roles.replace_ranks` does.
-
-        Before, revive the engines and free the devices that they share.
-        """
+        """Revive the engines, free the devices that they share, and replace ranks by `roles.replace_ranks`."""
         config, engines = self.plan.config, self.workers.engines
         self.threads.close()
         if engines is not None:

@@ -6,7 +6,7 @@ coroutine and continues (`start`):
     training thread                          loop thread
     run / stream ── coroutine ─────────────► runs; cancelled when the caller stops waiting
     start ── coroutine ── BackgroundTask ──► runs on after the call; cancelled by `BackgroundTask.cancel` or `close`
-        next wait on the loop ◄── failure ────── of a background task whose result was not requested
+    next wait on the loop ◄── failure ────── a background task failed and its result was not requested
 
 Invariants: the thread is a daemon and ends with `close`. The failure of a background task is raised or logged, with the
 name of the task.
@@ -75,7 +75,7 @@ class BackgroundTask[T]:
             concurrent.futures.CancelledError: The task was cancelled.
             Exception: The failure of the coroutine, or of another task whose result was not requested. A note names the
             failed task.
-            """
+        """
         self._wait(timeout_s, partial(self._owner.check, except_for=self))
         self._owner.note_as_seen(self)
         if self.failure is not None:
@@ -166,14 +166,13 @@ class EventLoopThread:
 
     def check(self, except_for: BackgroundTask[Any] | None = None) -> None:
         """Raise the errors that end every wait on this loop.
-Raise the errors that end every wait on this loop.
 
-Args:
-    except_for: Task whose own failure is not raised.
+        Args:
+            except_for: Task whose own failure is not raised.
 
-Raises:
-    RayDiedError: The local Ray ended.
-    Exception: The failure of a background task whose result was not requested. A note names the task.
+        Raises:
+            RayDiedError: The local Ray ended.
+            Exception: The failure of a background task whose result was not requested. A note names the task.
         """
         check_local_ray()
         for task in list(self._background):

@@ -40,10 +40,7 @@ def mean_metrics(collections: Sequence[Rollouts]) -> dict[str, float]:
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Compute the metrics of a training collection, logged under `train/`.
-
-    Without rewards, reward metrics are left out.
-    """
+    """Compute the metrics of a training collection, logged under `train/`, without means that have no values."""
     lengths = [t.length for t in trajectories]
     prompts = [t.num_prompt_tokens for t in trajectories]
     responses = [t.response_length for t in trajectories]

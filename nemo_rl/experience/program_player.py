@@ -67,8 +67,8 @@ def make_program_player(
     text_rules: TextRules,
     endpoint: AgentEndpointConfig,
 ) -> ProgramPlayer:
-    """Import and make the player of agent environments, whose endpoint starts with the first sample.
-Import and make the player of agent environments. Its endpoint starts with the first sample.
+    """Import and make the player of agent environments. Its endpoint starts with the first sample.
+
     Raises:
         ConfigError: a package of the extra `agents` is not installed.
     """

@@ -29,8 +29,8 @@ from nemo_rl.models.generation.interfaces import (
 )
 
 _MOST_ROUNDS = 10
-"""Number of times that engines are asked for samples that have meanwhile started another turn. After that, a resumed
-run samples such a turn from its start."""
+"""Number of times that engines are asked for turns that have started meanwhile. A resumed run samples later turns
+again."""
 
 
 @dataclass(eq=False)
@@ -120,8 +120,7 @@ class GroupProgress:
     """The samples of one prompt that are being played."""
 
     stored: Sequence[Mapping[str, Any] | None] = ()
-    """States of the samples in a checkpoint. None stands for a sample that starts from its prompt. If empty, all
-    samples do."""
+    """States of the samples in a checkpoint. A sample without a state starts from its prompt. If empty, all do."""
     samples: list[SampleProgress] = field(default_factory=list)
     """Samples of the group. Empty until `begin` is called."""
     rollouts: Rollouts | None = None

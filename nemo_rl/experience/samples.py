@@ -83,12 +83,10 @@ def end_without_answer(sample: Trajectory, error: NoAnswerError) -> None:
 logger = logging.getLogger(__name__)
 
 CLOSING_S = 30.0
-"""Seconds that a group or collection waits for its episodes to be closed, because an environment may be busy with a
-step."""
+"""Seconds that a group or collection waits for the closing of its episodes. An environment may be busy with a step."""
 
 _late: set[asyncio.Task[None]] = set()
-"""Closings that took longer than `CLOSING_S`. They are kept here because asyncio holds only weak references to tasks.
-"""
+"""Closings that took longer than `CLOSING_S`, kept here because asyncio holds only weak references to tasks."""
 
 
 class Closings:

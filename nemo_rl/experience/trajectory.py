@@ -46,8 +46,7 @@ class Ending(StrEnum):
     EPISODE_TOKENS = "episode_tokens"
     """The limit `max_episode_tokens` cut off the last response, or leaves no token for another one."""
     SEQUENCE_LENGTH = "sequence_length"
-    """The sequence is full: the prompt was too long, a response was cut off, or there was no space for an observation.
-    """
+    """The sequence is full: the prompt was too long, a response was cut off, or an observation did not fit."""
     FAILURE = "failure"
     """The environment raised an error, or returned a result that cannot be used."""
     ABORT = "abort"
@@ -107,8 +106,7 @@ class Trajectory:
     answer: str | None = None
     """Answer that the grader extracted."""
     weight_versions: list[VersionSpan] = field(default_factory=list)
-    """Versions of the weights that wrote the response turns of `message_log`. Spans start at positions in
-    `message_log`."""
+    """Versions of the weights that wrote the response turns. Spans start at positions in `message_log`."""
     num_turns: int = 0
     """Number of response turns."""
     num_prefix_hits: int = 0
@@ -199,10 +197,7 @@ class Trajectory:
 
     @property
     def all_weight_versions(self) -> list[VersionSpan]:
-        """The versions of the weights that wrote each conversation.
-
-        Spans are positions in the span's own conversation.
-        """
+        """The weight versions of all conversations. Each span has positions in its own conversation."""
         return [span for conversation in self.conversations for span in conversation.weight_versions]
 
     @property

@@ -217,8 +217,7 @@ class PolicyBatch:
     logprobs_BT: Tensor
     """Log-probabilities of the current policy, differentiable."""
     prev_logprobs_BT: Tensor
-    """Log-probabilities of the policy at the start of the update. If on-policy, those of the current policy, detached.
-    """
+    """Log-probabilities of the policy at the start of the update. If on-policy, the current ones, detached."""
     generation_logprobs_BT: Tensor
     """Log-probabilities of the engine that sampled the tokens."""
     reference_logprobs_BT: Tensor | None

@@ -108,10 +108,7 @@ class StoredRow:
 
     @staticmethod
     def pack_list(rows: "Sequence[StoredRow]") -> "_Columns":
-        """Return the object that `tensor_transport.pack_tensors` pickles instead of a list of rows.
-
-        It unpickles as the list.
-        """
+        """Return the object that `tensor_transport.pack_tensors` pickles for a list of rows. It unpickles as a list."""
         return _Columns(rows)
 
 
@@ -161,10 +158,7 @@ def pack_rows(message_logs: Sequence[Sequence[Any]]) -> PackedRows:
 
 
 def paths_of(packed: PackedRows, groups: Sequence[int] | None = None) -> list[Path]:
-    """Return for each row the prefixes that it shares with rows of its prompt.
-
-    If `groups` is None, all rows are compared.
-    """
+    """Return the prefixes that each row shares with rows of its prompt in `groups`, or with all rows if None."""
     bounds = zip([0, *packed.ends], packed.ends, strict=False)
     tokens = [packed.token_ids[start:end] for start, end in bounds]
     return Prefixes.of_groups(tokens, groups or [0] * len(tokens)).paths()
@@ -239,8 +233,7 @@ class BatchRows:
         return self.batch
 
     def prefixes(self) -> Prefixes:
-        """Find the prefixes that rows share with all other rows, or with rows of their prompt if the batch has
-        `PROMPT_GROUPS`.
+        """Find the prefixes that rows share with all rows or, if the batch has `PROMPT_GROUPS`, within their prompt.
 
         Stored rows share prefixes only within their object. Rows with further inputs (`data.model_rows`) share no
         prefixes, because the model expects their inputs once for each row.
@@ -261,10 +254,7 @@ class BatchRows:
         return (self.num_written() > 0) & (self.batch["sample_mask"] != 0)
 
     def advantage_mask(self) -> Tensor:
-        """Return a mask `[B, A]` float32 of advantages that count.
-
-        A is T, or 1 if all tokens of a row share an advantage.
-        """
+        """Return a mask `[B, A]` float32 of advantages that count: A is T, or 1 if the tokens of a row share one."""
         return self.batch["token_mask"] * self.batch["sample_mask"][:, None]
 
     def advantage_counts(self) -> Tensor | None:

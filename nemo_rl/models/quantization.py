@@ -28,8 +28,7 @@ from nemo_rl.models.huggingface.load import load_model_config
 
 _E4M3_MAX = 448.0
 _LEAST_MAGNITUDE = 1e-4
-"""Least magnitude for which a float32 scale is computed, as in DeepGEMM's and vLLM's kernels. Blocks of zeros need it.
-"""
+"""Least magnitude for which a float32 scale is computed, as in DeepGEMM and vLLM. Blocks of zeros need it."""
 _LEAST_NORMAL = torch.finfo(torch.float32).tiny
 _EXPONENT_BIAS = 127
 _MOST_EXPONENT = 254
@@ -72,8 +71,7 @@ class Quantized(NamedTuple):
     values: Tensor
     """`[R, C]` float8_e4m3fn."""
     scales: Tensor
-    """One scale for each block of `BlockFormat.grid`. A value times the scale of its block is the represented number.
-    """
+    """One scale for each block of `BlockFormat.grid`. The represented number is the value times its block's scale."""
 
 
 def quantize(matrix: Tensor, block_format: BlockFormat) -> Quantized:

@@ -22,8 +22,7 @@ VARIANCE_FLOOR = 1e-8
 """Smallest variance in REINFORCE++, which divides by its square root; PPO adds it to the variance of its tokens."""
 
 RELATIVE_SPREAD_FLOOR = 1e-14
-"""Share of a group's sum of squares that counts as rounding noise of float64, for example after a sample is left out.
-"""
+"""Share of a group's sum of squares that counts as rounding noise of float64, as after a sample is left out."""
 
 EQUAL_SPREAD = 1e-6
 """Rewards whose deviation is at most this share of their group's largest magnitude are taken as equal.
@@ -176,6 +175,11 @@ def whiten(values: Tensor, mask: Tensor, divisor: Divisor) -> Tensor:
     """Shift the kept entries to mean 0, divide them by their deviation, and set all other entries to 0.
 
     Kept entries that are all equal become 0.
+
+    Args:
+        values: Any shape.
+        mask: Same shape, non-zero for entries that are kept.
+        divisor: `sample_std_plus_epsilon`, `std_with_floor` or `sample_std_with_floor`.
     """
     kept = (mask != 0).to(values.dtype)
     mean = masked_mean(values, kept)

@@ -299,10 +299,7 @@ class TokenCredit:
 
 
 def _value_metrics(tokens: CountedTokens, values_BN: Tensor, returns_BN: Tensor) -> dict[str, float]:
-    """Return the metrics of the critic before its update. All are 0 without a token that counts.
-
-    The explained variance is also 0 if all returns are equal.
-    """
+    """Return the metrics of the critic before its update. A value that cannot be computed is 0."""
     kept_BN = tokens.exists_BN.double()
     if not tokens.exists_BN.any():
         names = ("returns_mean", "values_mean", "values_min", "values_max", "critic/explained_var")

@@ -196,10 +196,7 @@ class RolloutBatches:
         return batch
 
     def _waiting(self, phase: Phase) -> Phase:
-        """Return `phase` if sampling runs ahead, or else a phase that measures nothing.
-
-        NeMo RL reports these waiting times only for runs that sample ahead.
-        """
+        """Return `phase` if sampling runs ahead (NeMo RL reports waits only then), or a phase that measures nothing."""
         return phase if self.rollouts.max_staleness else lambda _: nullcontext()
 
     def trained(self, step: int, batch: StepBatch) -> None:

@@ -47,15 +47,13 @@ class StepBatch:
     metrics_under: dict[str, dict[str, float]] = field(default_factory=dict)
     """Further metrics, by the prefix under which they are logged."""
     rows_per_update: int | Sequence[int] | None = None
-    """Number of rows of one optimizer update, or a list of these numbers for all updates. None is
-    `policy.train_global_batch_size`."""
+    """Number of rows of one optimizer update, or of each. If None, `policy.train_global_batch_size`."""
     prompts: Sequence[PromptPosition] = ()
     """Positions in the data that are acknowledged when the batch has been trained on."""
     rewards: GroupRewards = field(default_factory=dict)
     """Rewards of the samples of each prompt in `prompts`, also of samples that the batch leaves out."""
     num_stale_B: Tensor | None = None
-    """`[B]` int64, position after the last token that weights older than the policy's wrote, or 0. None if there is no
-    such token."""
+    """`[B]` int64, position after the last token that weights older than the policy's wrote. None if there is none."""
     unmeasured: frozenset[str] = frozenset()
     """Names of metrics of the update that say nothing about this batch and are not logged."""
 
@@ -80,10 +78,7 @@ class BatchSource(Protocol):
         """
 
     def trained(self, step: int, batch: StepBatch) -> None:
-        """Acknowledge the prompts of a batch that has been trained on.
-
-        Only then does a checkpoint count them as done.
-        """
+        """Acknowledge the prompts of a batch that has been trained on, so that checkpoints count them as done."""
 
 
 class Stage(Protocol):
@@ -95,10 +90,7 @@ class Stage(Protocol):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Models that the stage uses. Shared devices are given to them before.
-
-        If it is empty, devices stay as they are.
-        """
+        """Models that the stage uses, to which shared devices are given. If empty, devices stay as they are."""
 
     def apply(self, batch: StepBatch) -> dict[str, float]:
         """Add columns to `batch.tensors`, and return metrics of the step."""

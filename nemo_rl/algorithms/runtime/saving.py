@@ -23,10 +23,7 @@ class Savable(Protocol):
     def save_checkpoint(
         self, weights_path: str, optimizer_path: str | None, tokenizer_path: str | None, consolidated: bool
     ) -> None:
-        """Write weights, optimizer and tokenizer.
-
-        With `consolidated`, also write the model in Hugging Face's format.
-        """
+        """Write weights, optimizer and tokenizer and, with `consolidated`, the model in Hugging Face's format."""
 
 
 class BackgroundSavable(Savable, Protocol):

@@ -1,10 +1,10 @@
 """Start the validations of a run, and log their metrics when they are known.
 
-        session ─ start(step) ─► InTurn: validates at once, while training waits
-                                BackgroundValidation: starts and returns (`rollout.validation`)
-        session ◄─ log_finished ─ the metrics: immediately, or after a later step
+    session ─ start(step) ─► InTurn: validates now, while training waits
+                             another part: starts and returns (`rollout.validation.BackgroundValidation`)
+    session ◄─ log_finished ─ the metrics: immediately, or after a later step
 
-    Metrics are logged under the step at which the validation started. Invariant: at most one validation runs.
+Metrics are logged under the step at which the validation started. Invariant: at most one validation runs.
 """
 
 import logging

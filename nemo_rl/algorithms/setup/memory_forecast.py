@@ -135,8 +135,7 @@ def gpu_bytes() -> float | None:
 DEFAULT_GPU_GB = 80
 """Assumed memory of a GPU in gibibytes, if this machine has none and `cluster.gpu_memory_gb` is not set."""
 USABLE_SHARE = 0.93
-"""Share of a GPU's memory that is left beside CUDA contexts, NCCL's buffers and fragmentation, which predictions leave
-out."""
+"""Share of a GPU's memory left by CUDA contexts, NCCL's buffers and fragmentation, which predictions leave out."""
 _ASLEEP = 3 * 2.0**30
 """Estimated bytes that a sleeping engine keeps on a GPU: its CUDA context, CUDA graphs and NCCL's buffers."""
 _SYNC_BUCKETS = 2
@@ -368,10 +367,7 @@ class _Forecast:
         return self.device * settings.gpu_memory_utilization - self._engine.weights - self._engine.workspace
 
     def cache_tokens(self) -> float:
-        """Return the number of tokens that fit into the cache.
-
-        It is negative if weights and workspace alone do not fit.
-        """
+        """Return the number of tokens that fit into the cache, negative if weights and workspace alone do not fit."""
         return self._cache_bytes / self._engine.cache_per_token
 
     def engine(self) -> Moment:

@@ -96,8 +96,7 @@ class OpenGroups:
         self._finished: deque[tuple[int, str, Rollouts | Exception]] = deque()
         self._has_news = asyncio.Event()
         self._unwanted: deque[int] = deque(maxlen=_MOST_UNWANTED)
-        """Numbers of groups that were given up before they arrived, because calls of an actor may overtake each other.
-        """
+        """Numbers of groups that were given up before they arrived: calls of an actor may overtake each other."""
 
     def start(self, number: int, task: GroupTask) -> None:
         """Begin to play a group, unless it is played already or was given up."""

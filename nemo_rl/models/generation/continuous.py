@@ -66,7 +66,6 @@ class TokenCache:
     Attributes:
         num_places: Number of tokens that fit into the cache.
         room: Number of places that no running row holds.
-        room: Number of places that no running row holds.
     """
 
     def __init__(self, num_places: int, device: torch.device) -> None:
@@ -90,10 +89,7 @@ class TokenCache:
         return Cost(num_new, num_new + int(unused))
 
     def enter(self, row: str, token_ids: Sequence[int]) -> int:
-        """Assign places to the tokens of a new row, and return the number of tokens that need not be read.
-
-        At least the last token has to be read.
-        """
+        """Assign places to a new row's tokens, and return how many of them (not the last one) need not be read."""
         tokens = np.array(token_ids, np.int32)
         other, length = self._longest_start(tokens)
         places = np.empty(0, np.int64) if other is None else self._held(other).places[:length]
@@ -191,8 +187,7 @@ class TokenCache:
 MOST_ROWS = 256
 """Largest number of rows in one pass. Their logits, `[rows, V]`, are in memory at the same time."""
 MOST_NEW_TOKENS = 8192
-"""Number of tokens of admitted rows in one pass. Their activations are in memory at the same time. A longer row is read
-alone."""
+"""Number of tokens of admitted rows in one pass, because activations take memory. A longer row is read alone."""
 _SPARE = 0.01
 """Share of the cache that admission leaves free, so that running rows can grow before one has to wait again."""
 

@@ -157,10 +157,7 @@ class EngineGroup(GenerationInterface):
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Let engines leave before the block, and join after it. The block gives all engines the current weights.
-
-        The caller holds `exclusively`.
-        """
+        """Let engines leave before and join after a block (under `exclusively`) that gives all engines new weights."""
         if self._scaling is None:
             yield
             return
@@ -357,12 +354,7 @@ class EngineGroup(GenerationInterface):
         return reason
 
     def _revive(self, member: Member, called: int, cause: Callable[[], str]) -> None:
-        """Replace the engine that failed, unless another thread has already replaced it.
-
-        Args:
-            called: `num_starts` of the engine that failed.
-            cause: Function that describes the failure.
-        """
+        """Replace the engine with the `num_starts` `called`, unless another thread has replaced it already."""
         with self.exclusively():
             self._refuse_at_the_end()
             if member.num_starts == called:

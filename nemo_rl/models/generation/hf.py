@@ -181,10 +181,7 @@ class HfEngine(BatchedEngine):
         self._received, self._held = set(), {}
 
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """See `Engine.load_tensors`.
-
-        If the model stores tensors in another form, they are kept until all have arrived.
-        """
+        """See `Engine.load_tensors`. Tensors that the model stores in another form are kept until all have arrived."""
         if converts(self._model):
             self._held |= {name: tensor.clone() for name, tensor in tensors}
         else:

@@ -247,8 +247,7 @@ class EngineSettings:
     hf_overrides: dict[str, Any] = field(default_factory=dict)
     """Changes to the model's Hugging Face config."""
     quantization: WeightQuantization | None = None
-    """How weights are converted to float8 before they are sent. `precision` is the format of everything else. If None,
-    all weights have `precision`."""
+    """Conversion of weights that are sent in float8. All else has the format `precision`. None without float8."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments that are passed to the engine unchanged: `vllm_kwargs`, for vLLM also keys of `vllm_cfg`, and for
     Megatron Core `megatron_cfg`, the policy's section of this name."""

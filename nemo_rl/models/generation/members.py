@@ -305,14 +305,11 @@ class EngineScaling:
             self._started, self._start = missing, in_background(build, "engines that join")
 
     def change(self) -> None:
-        """End engines that have left, and let built engines take part.
-
-        No other thread may use the engines meanwhile.
-        """
+        """End engines that have left, and let built engines take part, while no other thread uses the engines."""
         for member in reversed(self._members):
             if member.is_away:
                 continue
-            # An engine that has just begun to leave may be getting its last request in the thread of the requests.
+            # An engine that has just started to leave may be getting its last request in the thread of the requests.
             if not member.is_leaving or member.unfinished or member.index not in self._was_leaving:
                 break
             self._workers.end_workers(member.ranks)

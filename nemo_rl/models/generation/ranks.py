@@ -81,10 +81,7 @@ class Meeting:
 
 
 def meet(settings: EngineSettings) -> Meeting:
-    """Return the meeting of this process with the others of its engine.
-
-    Its rank is in the environment variable RANK.
-    """
+    """Return the meeting of this process, whose rank is in the variable RANK, with the others of its engine."""
     _, place = engine_of(int(os.environ["RANK"]), settings.num_workers)
     return enter_engine(settings.device, place, settings.num_workers)
 
@@ -144,8 +141,7 @@ class RankCall(NamedTuple):
     """Request of place 0 to a rank."""
 
     method: str | Callable[..., Any]
-    """Name of a method of the object that the rank serves, or an importable function whose first argument is this
-    object."""
+    """Name of a method of the served object, or an importable function whose first argument is this object."""
     args: tuple[Any, ...]
     """Positional arguments."""
     kwargs: dict[str, Any]

@@ -42,8 +42,7 @@ class EngineKind:
     path: str
     """Dotted path of a class with the methods of `interfaces.Engine`, constructed with `EngineSettings`."""
     environment: Callable[[str], dict[str, str]] = lambda device: {}
-    """Function from a device ("cpu" or "cuda") to the environment variables of the engine's process, set before any
-    import."""
+    """Function from a device ("cpu" or "cuda") to the environment variables of a process, set before any import."""
     rank_path: str | None = None
     """Dotted path of the class of an engine's other workers, if it differs from that of the first one."""
     replica_paths: tuple[str, str] | None = None
@@ -65,8 +64,7 @@ class EngineKind:
     arguments: Callable[[PolicyConfig], dict[str, Any]] = _own_arguments
     """Function from the section `policy` to further arguments of the engine (`EngineSettings.engine_kwargs`)."""
     drops_weights: Callable[[GenerationConfig], bool] = lambda generation: False
-    """Function that returns whether engines of a training run lose their weights when they sleep. A sync must follow
-    then."""
+    """Function that returns whether engines of a training run lose their weights when they sleep and need a sync."""
 
 
 ENGINES = {

@@ -11,8 +11,7 @@ from nemo_rl.losses.loss_function import AnyLossFunction
 from nemo_rl.models.batch_rows import StoredScores
 
 type KeptScores = tuple[list[StoredScores | None], Tensor]
-"""Result of `keep_logprobs`: references of the scores of B rows, and `losses.divergence.sequence_errors` `[B]` float32.
-"""
+"""Result of `keep_logprobs`: references of the scores of B rows, and their `sequence_errors` `[B]` float32."""
 
 
 class LogprobOutputSpec(TypedDict):
@@ -85,10 +84,7 @@ class PolicyInterface(ABC):
         gbs: int | Sequence[int] | None = None,
         mbs: int | None = None,
     ) -> TrainResult:
-        """Make one optimizer update per global batch, in order.
-
-        `gbs` is the number of rows of all, or of each, global batch.
-        """
+        """Make one optimizer update per global batch of `gbs` rows, which may be a list with the rows of each batch."""
 
     @abstractmethod
     def get_logprobs(self, data: BatchedDataDict[Any]) -> BatchedDataDict[LogprobOutputSpec]:

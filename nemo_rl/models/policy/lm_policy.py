@@ -241,9 +241,7 @@ class Policy(PolicyInterface):
         return BatchedDataDict({"logprobs": self._score("get_logprobs", data)})
 
     def keep_logprobs(self, data: BatchedDataDict[Any], *, of_reference: bool = False) -> KeptScores:
-        """Score stored rows as `get_logprobs` or `get_reference_policy_logprobs` do, and leave the scores in the object
-        store.
-        """
+        """Score stored rows as the methods for log-probabilities do, and leave the scores in the object store."""
         return of_rows(*self._run_scoring("keep_logprobs", data, None, of_reference=of_reference))
 
     def layer_outputs(self, token_ids: list[int]) -> tuple[list[str], list[torch.Tensor]]:
@@ -256,8 +254,7 @@ class Policy(PolicyInterface):
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
-        """Score as `get_logprobs` does, but under the weights of `config.model_name`, and return `reference_logprobs
-        [B, T]`.
+        """Return `reference_logprobs [B, T]`, scored as in `get_logprobs` under the weights of `config.model_name`.
 
         Raises:
             ConfigError: the policy was made with `init_reference_model=False`.
@@ -452,9 +449,7 @@ class Policy(PolicyInterface):
     def _run_scoring(
         self, method: str, data: BatchedDataDict[Any], micro_batch_size: int | None, **common: Any
     ) -> tuple[ShardedBatch, list[Any]]:
-        """Score at least one row on all ranks, and return the results, with the sharded batch to restore the order of
-        rows.
-        """
+        """Score at least one row on all ranks. Return the sharded batch (to restore the order) and the results."""
         strategy = logprob_strategy(self.config, micro_batch_size)
         sharded = self._shard(self._scoring_rows(method, data), strategy)
         if self.config.offload_optimizer_for_logprob:
@@ -469,10 +464,7 @@ class Policy(PolicyInterface):
         return shard_batch(rows, self.data_parallel_size, strategy, group_size, shares_prompts=self._shares_prompts)
 
     def _load_checkpoint(self, weights_path: str | PathLike[str], optimizer_path: str | PathLike[str] | None) -> None:
-        """Restore the ranks from a checkpoint.
-
-        If this fails, stop them, because the caller has no policy to shut down.
-        """
+        """Restore the ranks from a checkpoint. On failure, stop them, because the caller has no policy to shut down."""
         with ExitStack() as undo:
             undo.callback(self.worker_group.shutdown, force=True)
             self.ranks.everywhere(

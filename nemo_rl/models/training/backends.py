@@ -41,8 +41,7 @@ BACKENDS = {
     "dtensor_cfg": "nemo_rl.models.dtensor.training_backend.DTensorTraining",
     "megatron_cfg": "nemo_rl.models.megatron.training_backend.MegatronTraining",
 }
-"""Backends of the library: the class of each, by the section of `policy` that enables it. The first one is on by
-default."""
+"""Classes of the library's backends, by the section of `policy` that enables each. The first is on by default."""
 
 
 class TrainingBackend(ABC):
@@ -287,10 +286,7 @@ class FolderBackend(TrainingBackend):
 
     @abstractmethod
     def write_model(self, weights: Path, target: Path, dtype: torch.dtype | None) -> None:
-        """Write the model of a checkpoint as a folder that `from_pretrained` loads.
-
-        A `dtype` of None keeps the dtype.
-        """
+        """Write a checkpoint's model as a folder that `from_pretrained` loads. A `dtype` of None keeps the dtype."""
 
     @abstractmethod
     def read_into(self, model: "PreTrainedModel", weights: Path) -> None:

@@ -68,7 +68,7 @@ class ModelInputs:
 
     @property
     def further_names(self) -> list[str]:
-        """Arguments in `model_inputs` that come from `row_inputs` and are not laid out by tokens."""
+        """Names of the arguments in `model_inputs` that come from `row_inputs` and have no token axis."""
         return [name for name in self.model_inputs if name not in TOKEN_ARGUMENTS]
 
     def scatter(self, values_K: Tensor) -> Tensor:
@@ -92,8 +92,7 @@ def split_rows(data: BatchedDataDict[Any], sizes: Sequence[int]) -> Iterator[Bat
 
 
 def training_targets(rows: BatchedDataDict[Any]) -> Tensor:
-    """Return which successors a loss can count, `[b, T - 1]` bool, by `token_mask` of the successor and `sample_mask`.
-    """
+    """Return which successors a loss can count, `[b, T - 1]` bool, by their `token_mask` and the `sample_mask`."""
     return (rows["token_mask"][:, 1:] > 0) & (rows["sample_mask"][:, None] > 0)
 
 

@@ -125,18 +125,17 @@ class PolicyBackend(ABC):
 
     @abstractmethod
     def iterate_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield `(name, full tensor)` for every weight and persistent buffer, named as in hub checkpoints. Tied ones
-        come once.
+        """Yield `(name, full tensor)` for every weight and persistent buffer, named as in hub checkpoints.
 
-        All ranks yield the same tensors in the same order. Tensors that are yielded may share memory.
+        Tied weights are yielded once. All ranks yield the same tensors in the same order. Tensors that are yielded may
+        share memory.
         """
 
     def held_weights(self, dtype: torch.dtype | None = None) -> HeldWeights:
-        """Return the blocks that this rank holds of the tensors of `iterate_weights`, so that a rank gathers only what
-        it sends.
+        """Return the blocks that this rank holds of the tensors of `iterate_weights`.
 
-        By default whole tensors are taken from `iterate_weights`, which is called one additional time in a run to
-        describe them.
+        With them, a rank gathers only the tensors that it sends. By default whole tensors are taken from
+        `iterate_weights`, which is called one additional time in a run to describe them.
         """
         if self._whole_weights is None or self._whole_weights[0] != dtype:
             self._whole_weights = (dtype, WholeWeights(lambda: self.iterate_weights(dtype), self.device))
@@ -160,13 +159,10 @@ class PolicyBackend(ABC):
 
     @abstractmethod
     def decoder_layers(self) -> dict[str, nn.Module]:
-        """Return this stage's decoder layers by name, in forward order, to find the first layer that engines compute
-        differently.
-        """
+        """Return this stage's decoder layers by name, in forward order, to find the layer where engines differ."""
 
     def join_tokens(self, hidden_tD: Tensor) -> Tensor:
-        """Join one row's hidden states of a layer, `[T, D]` on the CPU, from the parts that the ranks have of the row.
-        """
+        """Join one row's hidden states of a layer, `[T, D]` on the CPU, from the parts that ranks have of the row."""
         return hidden_tD
 
     @abstractmethod

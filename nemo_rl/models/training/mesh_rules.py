@@ -69,10 +69,7 @@ class Mesh:
         return next((max(values) for name in names if (values := self.numbers(name))), None)
 
     def numbers(self, name: str) -> list[int]:
-        """Return the distinct numbers of a field, which has one for all layers or one per layer.
-
-        Empty if it has none.
-        """
+        """Return the distinct numbers of a field, which may have one for all layers, one per layer, or none."""
         try:
             value = getattr(self.model, name, None)
         except RuntimeError:  # transformers raises it if the field differs by layer

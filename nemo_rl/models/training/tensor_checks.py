@@ -131,8 +131,7 @@ class Fingerprint:
 
 
 BlockFingerprints = dict[str, tuple[TensorBlock, Fingerprint]]
-"""Block that a rank holds of each tensor, and the block's fingerprint. Tensors of which it holds no elements are left
-out."""
+"""Block that a rank holds of each tensor, and the block's fingerprint. Tensors without a block are left out."""
 
 
 @torch.no_grad()
@@ -164,10 +163,7 @@ def fingerprints_here(tensors: Mapping[str, Tensor]) -> BlockFingerprints:
 
 
 def joined(of_ranks: Iterable[BlockFingerprints]) -> dict[str, Fingerprint]:
-    """Return the fingerprints of whole tensors by name, as sums over their blocks.
-
-    A block on several ranks counts once.
-    """
+    """Return the fingerprints of whole tensors, as sums over blocks. A block on several ranks counts once."""
     found: dict[str, dict[TensorBlock, Fingerprint]] = {}
     for of_rank in of_ranks:
         for name, (block, of_block) in of_rank.items():

@@ -31,11 +31,9 @@ from nemo_rl.utils.errors import CheckpointError, ConfigError
 from nemo_rl.weight_sync.exchange import everywhere
 
 type Keep = Callable[[str, Tensor], Tensor]
-"""Function from a name and its tensor to the tensor to write: the same tensor, or a copy that later updates do not
-change."""
+"""Function from a name and a tensor to the tensor to write: itself, or a copy that later updates do not change."""
 type Write = Callable[[dist.ProcessGroup | None], None]
-"""Function that writes a prepared part of a checkpoint. Ranks synchronise in the given process group, or in the default
-one if None."""
+"""Function that writes a prepared part of a checkpoint. The process group synchronises ranks. None is the default."""
 
 
 def as_it_is(name: str, tensor: Tensor) -> Tensor:

@@ -57,8 +57,7 @@ class ServerAnswer(NamedTuple):
     """An answer of the server."""
 
     result: GenerationResult
-    """Tokens of the answer, with spans as the server reports them. If it reports none, there is one span of version -1.
-    """
+    """Tokens of the answer, with the spans that the server reports. If it reports none, one span of version -1."""
     reports_versions: bool
     """Whether the server reports spans."""
     message: str
@@ -122,10 +121,7 @@ def read_answer(answer: Any) -> ServerAnswer:
 
 
 def version_of(label: Any) -> int:
-    """Return the number of a version label.
-
-    The label "default", of a server that has never got weights, is version 0.
-    """
+    """Return the number of a version label. The label "default" means that no weights were sent yet: version 0."""
     text = str(label)
     return int(text) if text.isdigit() else 0
 

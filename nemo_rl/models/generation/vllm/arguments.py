@@ -37,8 +37,7 @@ logger = logging.getLogger(__name__)
 _MX_CAPABILITY = (10, 0)
 """First compute capability whose tensor cores support MXFP8 (Blackwell)."""
 _EXPERT = "{}.0.gate_proj.weight"
-"""Name of a weight of one expert in hub checkpoints, which begins with the name of the module that holds all experts.
-"""
+"""Name of a weight of one expert in hub checkpoints. It begins with the name of the module of all experts."""
 
 
 def quantization_config(quantization: WeightQuantization, unquantized: Iterable[str]) -> dict[str, Any]:
@@ -161,10 +160,7 @@ def engine_arguments(settings: EngineSettings, draft_folder: Path | None = None)
 
 
 def _draft_has_files(settings: EngineSettings) -> bool:
-    """Return whether a draft model reads its weights from files.
-
-    A draft model that is trained with the policy does not.
-    """
+    """Return whether a draft model reads its weights from files, which one trained with the policy does not."""
     speculation = speculation_of(settings.engine_kwargs)
     is_trained = settings.draft is not None or settings.trains_mtp
     return speculation is not None and speculation.loads_weights and not is_trained
@@ -193,10 +189,7 @@ def _graphs(settings: EngineSettings) -> dict[str, int]:
 
 
 def _hf_overrides(settings: EngineSettings) -> Any:
-    """Merge changes to the model's configuration.
-
-    The policy's override the library's, and `vllm_kwargs` overrides both.
-    """
+    """Merge changes to the model's configuration: the library's, then the policy's, then those of `vllm_kwargs`."""
     own = settings.engine_kwargs.get("hf_overrides") or {}
     if not isinstance(own, Mapping):  # it may be a function of the configuration
         return own

@@ -105,8 +105,7 @@ def _shapes(model: Any, generation: GenerationConfig, rows: int, columns: int) -
 
 
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Head sizes that vLLM supports on CPUs
-(`vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend.get_supported_head_sizes`)."""
+"""Sizes from `vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend.get_supported_head_sizes`."""
 _NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 

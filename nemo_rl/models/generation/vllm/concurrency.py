@@ -33,8 +33,7 @@ class ConcurrencyLimit:
     """Largest limit."""
     limit: int = field(init=False)
     _num_ended: int = field(default=0, init=False)
-    """Number of requests that have ended since the limit last changed, in steps with as many running requests as
-    allowed."""
+    """Number of requests that ended since the limit last changed, in steps with as many requests as allowed."""
     _num_preemptions: int = field(default=0, init=False)
     """Number of preemptions since the limit last changed."""
     _peak: float = field(default=0.0, init=False)

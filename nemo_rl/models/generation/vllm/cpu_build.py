@@ -39,10 +39,7 @@ from nemo_rl.models.quantization import BlockFormat, WeightQuantization, rounded
 
 
 def repair_speculation() -> None:
-    """Make the repairs in this process, only on CPUs and before vLLM builds its worker.
-
-    Repeated calls have no effect.
-    """
+    """Make the repairs in this process, once. This is called on CPUs, before vLLM builds its worker."""
     from vllm.utils import cpu_triton_utils
     from vllm.v1.sample import rejection_sampler
     from vllm.v1.spec_decode import llm_base_proposer

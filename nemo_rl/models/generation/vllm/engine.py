@@ -245,10 +245,7 @@ class VllmEngine(SteppedEngine):
         return num_tokens
 
     def weights_not_finite(self) -> list[str]:
-        """See `SteppedEngine.weights_not_finite`. Names are vLLM's.
-
-        Layers whose weights vLLM has packed are left out.
-        """
+        """See `SteppedEngine.weights_not_finite`. Names are vLLM's, without those of weights that it has packed."""
         of_ranks = self._engine.collective_rpc(non_finite_parameters)
         return list(dict.fromkeys(name for names in of_ranks for name in names))
 
@@ -280,7 +277,7 @@ class VllmEngine(SteppedEngine):
     def decode(self, token_ids: list[int]) -> str | None:
         """See `SteppedEngine.decode`.
 
-        Tokenizers of other libraries may decode differently, so None is returned for them.
+        It returns None for tokenizers of other libraries, which may decode differently.
         """
         tokenizer = self._engine.renderer.tokenizer
         return sampled_text(tokenizer, token_ids) if isinstance(tokenizer, PreTrainedTokenizerBase) else None
@@ -362,10 +359,7 @@ class VllmEngine(SteppedEngine):
 
 
 def _finished_batch(core: Any) -> tuple[Any, bool]:
-    """Take the results of the oldest batch that is being computed, without scheduling another one.
-
-    It replaces the step function of vLLM's core.
-    """
+    """Take the results of the oldest batch in progress, without scheduling another one, as a step of vLLM's core."""
     sampled, scheduled, executed = core.batch_queue.pop()
     output = sampled.result()
     if output is None:
@@ -385,10 +379,7 @@ def _finished(output: RequestOutput) -> Finished:
 
 
 def _nameless_file() -> str:
-    """Return the address of a one-process engine's store.
-
-    It is an unnamed file that the kernel frees with this process.
-    """
+    """Return the address of a one-process engine's store, an unnamed file that the kernel frees with this process."""
     return f"file:///proc/{os.getpid()}/fd/{os.memfd_create('vllm-store')}"
 
 

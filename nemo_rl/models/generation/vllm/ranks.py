@@ -50,8 +50,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 _HOST_ADDRESS = "VLLM_HOST_IP"
 """Environment variable with the address at which vLLM's own sockets listen. It differs between machines."""
 _OF_VLLM = ("VLLM_", "TORCHINDUCTOR_")
-"""Prefixes of environment variables that vLLM sets, while it builds its configuration, for processes that it would
-start."""
+"""Prefixes of environment variables that vLLM sets, while it is configured, for processes that it would start."""
 
 
 class _Start(NamedTuple):

@@ -104,10 +104,7 @@ class VllmReplicas(SteppedEngine):
         return list(dict.fromkeys(name for names in self._on_all("weights_not_finite") for name in names))
 
     def take_load(self) -> EngineLoad:
-        """See `SteppedEngine.take_load`.
-
-        Counts are summed over the replicas, and the usage is that of the fullest cache.
-        """
+        """See `SteppedEngine.take_load`. Counts are summed over replicas. The usage is that of the fullest cache."""
         loads: list[EngineLoad] = self._on_all("take_load")
         return EngineLoad(
             sum(load.num_preemptions for load in loads),

@@ -70,8 +70,7 @@ def pass_costs(config: PolicyConfig, device: torch.device) -> PassCosts:
 type PassKind = Literal["training", "scoring"]
 
 _MOST_ATTEMPTS = 3
-"""Largest number of attempts to get the costs. A failure may take long, so a step must not wait for one again and
-again."""
+"""Largest number of attempts to get the costs. An attempt may take long to fail, so they are few."""
 
 
 @dataclass

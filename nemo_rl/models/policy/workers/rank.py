@@ -68,8 +68,7 @@ class WorkerSettings:
     uses_gpu: bool
     """Whether each rank owns a GPU."""
     num_threads: int | None
-    """Number of CPU threads of the process. If None, the machine's cores are divided by the processes that share them.
-    """
+    """Number of CPU threads of the process. If None, the cores divided by the number of processes that share them."""
     ranks_per_node: int
     """Number of workers that share the machine."""
     collective_timeout_s: float
@@ -232,9 +231,9 @@ class PolicyWorker(ScoringWorker):
         self._sender.begin(self.backend.held_weights(getattr(torch, dtype)))
 
     def _new_sender(self, lanes: list[Lane], encoding: Encoding | None) -> WeightSender:
-        """Make this rank's sender in a collective call.
+        """Make this rank's sender, in a collective call.
 
-        If a rank fails, all fail, so that none waits for its blocks.
+        If one rank fails, all do, so that none waits for its blocks.
         """
         rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
         group = dist.group.WORLD if dist.is_initialized() else None
@@ -256,10 +255,7 @@ class PolicyWorker(ScoringWorker):
             self._sender = None
 
     def next_weight_buckets(self) -> list[Bucket]:
-        """Exchange blocks of the next tensors with all ranks, and pack a bucket for each lane.
-
-        All ranks must call this.
-        """
+        """Exchange blocks of the next tensors in a collective call, and pack a bucket for each lane."""
         assert self._sender is not None, "begin_weight_stream comes first"
         return self._sender.next_buckets()
 

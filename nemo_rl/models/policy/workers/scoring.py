@@ -132,10 +132,7 @@ class ScoringWorker:
             return self.get_logprobs(data, sizes)
 
     def keep_logprobs(self, data: BatchedDataDict[Any], sizes: Sequence[int], of_reference: bool) -> Kept | None:
-        """Score stored rows, and leave the scores in the object store.
-
-        Return None if another rank returns the scores.
-        """
+        """Score stored rows into the object store, or return None if another rank returns the scores."""
         stored = StoredRows(data)
         rows = stored.whole()
         scores = self.get_reference_policy_logprobs(rows, sizes) if of_reference else self.get_logprobs(rows, sizes)
