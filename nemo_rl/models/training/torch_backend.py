@@ -59,7 +59,6 @@ class HostMemory:
         Returns:
             The copy, which the next `store` under the same name overwrites. A copy from a GPU can be read on the host
             after a synchronisation, and by later work of the same GPU immediately.
-            synchronisation, and immediately for later work of that GPU.
         """
         held = self._copies.get(name)
         if held is None:
