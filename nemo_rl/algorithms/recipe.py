@@ -63,4 +63,4 @@ class Recipe:
     validator: Callable[[LossValidator], Validate] | None = None
     """Replaces the validation that reports the loss."""
     validated_names: tuple[tuple[str, str], ...] | None = None
-    """Metrics of the loss that a validation reports; see `LossValidator.names`."""
+    """Metrics of the loss that a validation reports, see `LossValidator.names`."""

@@ -202,7 +202,7 @@ def open_run(config: TrainingConfig, recipe: Recipe, rows: Prompts, resources: E
 
 
 def num_steps(config: TrainingConfig, rows: Prompts) -> int:
-    """Return the number of steps: `max_num_steps`, or for written rows the steps of all epochs if they are fewer."""
+    """Return the number of steps: `max_num_steps`, or for written rows the steps of all epochs if that is less."""
     asked = config.algorithm.max_num_steps
     if isinstance(config, RolloutMasterConfig):
         return asked
@@ -248,7 +248,7 @@ class RunWorkers:
     """The processes of a run."""
 
     models: Mapping[str, Policy]
-    """Controllers of the models, by model name."""
+    """Controllers of the models, by role."""
     engines: EngineGroup | None
     """Generation engines. None if nothing is sampled."""
     environments: Mapping[str, Environment]
@@ -328,7 +328,7 @@ class RunParts:
         return self.connect(open_rows(self.plan.config, self.plan.recipe), resume_path)
 
     def connect(self, rows: Prompts, resume_path: Path | None, started_at: float = 0.0) -> Connection:
-        """Build the parts in the controller, from the training data and the arguments of `Session`."""
+        """Build the parts in the controller from the training data and the arguments of `Session`."""
         config, recipe, models = self.plan.config, self.plan.recipe, self.models
         policy, overlaps = models["policy"], False
         engines = shared_engines(config.policy, config.cluster, self.workers.engines)
@@ -439,7 +439,7 @@ def source_of(config: RolloutMasterConfig, fresh: FreshRollouts) -> RolloutSourc
 
 
 def layout_of(config: RolloutMasterConfig, recipe: Recipe) -> Callable[[Sequence[Trajectory]], BatchedDataDict[Any]]:
-    """Return `build_training_batch` with all arguments bound but the trajectories."""
+    """Return `build_training_batch` with all arguments but the trajectories."""
     return partial(
         build_training_batch,
         pad_token_id=recipe.tokenizer.pad_token_id,

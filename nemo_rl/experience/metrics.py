@@ -26,7 +26,7 @@ OF_AN_ENVIRONMENT = (
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the arithmetic mean, or NaN for no values."""
+    """Return the arithmetic mean, NaN for no values."""
     return sum(values) / len(values) if values else math.nan
 
 

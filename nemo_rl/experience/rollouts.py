@@ -228,7 +228,7 @@ class RolloutRunner:
         return asking.future.result()
 
     def busy_seconds(self) -> BusySeconds:
-        """Return the seconds during which engines and environments have worked."""
+        """Return the time during which engines and environments have worked."""
         return BusySeconds(self._generation.busy_seconds(), self._samples.environments_busy.seconds)
 
     def post_process(self, groups: Sequence[Rollouts]) -> dict[str, float]:

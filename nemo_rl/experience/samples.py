@@ -86,7 +86,7 @@ CLOSING_S = 30.0
 """Seconds that a group or collection waits for the closing of its episodes. An environment may be busy with a step."""
 
 _late: set[asyncio.Task[None]] = set()
-"""Closings that took longer than `CLOSING_S`, kept here because asyncio holds only weak references to tasks."""
+"""Closings that took longer than `CLOSING_S`. Kept here because asyncio holds only weak references to tasks."""
 
 
 class Closings:
@@ -218,7 +218,7 @@ class SamplePlayer:
         self._limits = limits
         self._endpoint = endpoint or AgentEndpointConfig()
         self.environments_busy = BusyClock()
-        """Clock that measures the time during which an environment opens an episode or takes a turn."""
+        """Measures the time during which an environment opens an episode or takes a turn."""
 
     @cached_property
     def _programs(self) -> ProgramPlayer:
@@ -299,7 +299,7 @@ class SamplePlayer:
         sample.chat = {**sample.chat, "messages": [*sample.chat["messages"], *messages_of(observation)]}
 
     def _renderer(self, sample: Trajectory) -> ObservationRenderer:
-        """Return the renderer of a sample's observations. Levels of effort may have different templates."""
+        """Return the renderer of a sample's observations, because levels of effort may have different templates."""
         variables = {} if sample.chat is None else sample.chat.get("template_kwargs", {})
         key = json.dumps(variables, sort_keys=True, default=repr)
         if key not in self._observations:
@@ -433,7 +433,7 @@ def _remember(sample: Trajectory, metadata: Any) -> None:
 
 
 def _absorb(sample: Trajectory, step: StepResult) -> bool:
-    """Add a step's reward and metadata. Return False if the environment failed on the sample."""
+    """Add a step's reward and metadata, or return False if the environment failed on the sample."""
     _remember(sample, step.metadata)
     sample.answer = step.answer
     if step.error is not None or step.reward is None:

@@ -42,7 +42,7 @@ class Ending(StrEnum):
     MAX_TURNS = "max_turns"
     """The limit `max_rollout_turns` was reached, and the environment had not ended the episode."""
     TURN_TOKENS = "turn_tokens"
-    """The last response was cut off at the token limit of a turn."""
+    """Its last response was cut off at the token limit of a turn."""
     EPISODE_TOKENS = "episode_tokens"
     """The limit `max_episode_tokens` cut off the last response, or leaves no token for another one."""
     SEQUENCE_LENGTH = "sequence_length"
@@ -80,7 +80,7 @@ class Trajectory:
     prompt_length: int
     """Number of tokens of `message_log` before the first response."""
     loss_multiplier: float = 1.0
-    """Weight from the data set. 0 masks the sample."""
+    """Weight from the data set, 0 masks the sample."""
     reward: float | None = None
     """Sum of the rewards of all turns. None if it could not be computed."""
     turn_rewards: list[float] = field(default_factory=list)
@@ -104,7 +104,7 @@ class Trajectory:
     error: str | None = None
     """Description of what failed."""
     answer: str | None = None
-    """Answer that the grader extracted."""
+    """Answer the grader extracted."""
     weight_versions: list[VersionSpan] = field(default_factory=list)
     """Versions of the weights that wrote the response turns. Spans start at positions in `message_log`."""
     num_turns: int = 0
@@ -298,7 +298,7 @@ class Rollouts:
 
 @dataclass(frozen=True)
 class RolloutLimits:
-    """Limits of a rollout. The tokens of a single turn are limited by `SamplingParams.max_new_tokens`."""
+    """Bounds of a rollout. The tokens of a single turn are bounded by `SamplingParams.max_new_tokens`."""
 
     max_sequence_length: int
     """Largest number of tokens of the prompt and all turns."""

@@ -53,7 +53,7 @@ class ShownAnswers:
 
 
 def _in_one_line(trajectory: Trajectory) -> str:
-    """Return the last characters of the last prompt and of the last answer."""
+    """Return the ends of the last prompt and of the last answer."""
     turns = [turn for turn in messages_of(trajectory) if str(turn.get("content"))][-_SHOWN_TURNS:]
     texts = [" ".join(str(turn["content"]).split()) for turn in turns]
     return "  ->  ".join(text if len(text) <= _SHOWN_CHARS else "..." + text[-_SHOWN_CHARS:] for text in texts)

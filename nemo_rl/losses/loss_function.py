@@ -35,7 +35,7 @@ class LossInputType(Enum):
     LOGPROB = "logprob"
     """`[B, T-1]` log-probabilities of the tokens at positions 1..T-1."""
     VALUE = "value"
-    """`[B, T-1]` outputs of a scalar head. Entry t-1 is the value of the state before token t, for t in 1..T-1."""
+    """`[B, T-1]` outputs of a scalar head: entry t-1 is the value of the state before token t, for t in 1..T-1."""
     DISTILLATION = "distillation"
     """Student and teacher log-probabilities over the teacher's top-k tokens; see `TopkLossFunction`."""
     DRAFT = "draft"
@@ -58,7 +58,7 @@ class LossFunction(Protocol):
     """
 
     loss_type: LossType
-    """Global denominator that the loss divides by."""
+    """Global denominator the loss divides by."""
     input_type: LossInputType
     """Kind of the first argument."""
     needs_reference: bool

@@ -34,7 +34,7 @@ class ImportanceWeights:
     """Correction for tokens sampled by another policy than the one trained."""
 
     weights_BT: Tensor
-    """Factor of each token's loss."""
+    """Factor on each token's loss."""
     is_out_of_bounds_BT: Tensor
     """1 where the raw weight lay outside the bounds."""
 
@@ -225,7 +225,7 @@ class PolicyBatch:
     advantages_BT: Tensor
     """Advantage per token."""
     mask_BT: Tensor
-    """`token_mask * sample_mask`, but 0 on filtered tokens."""
+    """`token_mask * sample_mask`, and 0 on filtered tokens."""
     num_tokens_B: Tensor
     """`sum(token_mask)` per sample, including filtered tokens."""
     sample_mask_B: Tensor

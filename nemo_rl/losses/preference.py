@@ -104,7 +104,7 @@ class Variant:
     average: bool = False
     """Whether rewards are always means over tokens, whatever is configured."""
     needs_reference: bool = True
-    """Whether rewards are relative to the reference policy."""
+    """Rewards are relative to the reference policy."""
     sft_average: bool = False
     """Whether the likelihood term is always a mean over tokens, whatever is configured."""
 

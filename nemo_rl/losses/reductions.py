@@ -21,7 +21,7 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def safe_divide(numerator: Tensor, denominator: Tensor | float) -> Tensor:
-    """`numerator / denominator`, but 0 where the denominator is 0."""
+    """`numerator / denominator`, and 0 where the denominator is 0."""
     divisor = torch.as_tensor(denominator, device=numerator.device, dtype=numerator.dtype)
     is_zero = divisor == 0
     return torch.where(is_zero, 0.0, numerator / torch.where(is_zero, 1.0, divisor))
@@ -71,10 +71,10 @@ def masked_var(values: Tensor, mask: Tensor, mean: Tensor | float | None = None,
 
 
 def masked_min(values: Tensor, mask: Tensor) -> Tensor:
-    """Smallest kept entry, or `+inf` if none is kept, so that the minimum over parts of a batch is right."""
+    """Smallest kept entry, or `+inf` if none is kept, so that a minimum over parts is right."""
     return torch.where(mask != 0, values, torch.inf).min()
 
 
 def masked_max(values: Tensor, mask: Tensor) -> Tensor:
-    """Largest kept entry, or `-inf` if none is kept, so that the maximum over parts of a batch is right."""
+    """Largest kept entry, or `-inf` if none is kept, so that a maximum over parts is right."""
     return torch.where(mask != 0, values, -torch.inf).max()

@@ -44,7 +44,7 @@ SCORE_KEYS = ("prev_logprobs", "reference_policy_logprobs")
 FETCH_S = 600.0
 """Time limit for getting the rows of a rank from the object store, in seconds."""
 _NUM_COMPARED = 64
-"""Number of stored rows that are fetched to compare policy and engines."""
+"""Stored rows that are fetched to compare policy and engines."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class PackedRows:
     token_ids: NDArray[np.int32]
     """`[N]` int32."""
     is_written: NDArray[np.bool_]
-    """`[N]` bool, True on tokens that the policy wrote."""
+    """`[N]` bool, tokens that the policy wrote."""
     logprobs: NDArray[np.float32]
     """`[N]` float32, the engine's log-probabilities. 0 where `is_written` is false."""
     texts: NDArray[np.uint8]
@@ -246,7 +246,7 @@ class BatchRows:
         return Prefixes.of(tokens) if groups is None else Prefixes.of_groups(tokens, groups.tolist())
 
     def num_written(self) -> Tensor:
-        """Return the number of tokens of each row that the policy wrote and that a model predicts, `[B]`."""
+        """Return the number of tokens of each row that the policy wrote and a model predicts, `[B]`."""
         return self.batch["token_mask"][:, 1:].sum(1, dtype=torch.float64)
 
     def counted(self) -> Tensor:

@@ -130,7 +130,7 @@ def _without_padding(blocks: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _exponents_above(scales: Tensor) -> Tensor:
-    """Return the least n with `2^n >= scale`, within the range of e8m0. It is exact, without a rounded logarithm."""
+    """Return the least n with `2^n >= scale`, within the range of e8m0, exactly and not by a rounded logarithm."""
     fractions, exponents = torch.frexp(scales)  # fractions are in [0.5, 1)
     exponents = exponents - (fractions == 0.5).int()
     return exponents.clamp(-_EXPONENT_BIAS + 1, _MOST_EXPONENT - _EXPONENT_BIAS)
@@ -157,7 +157,7 @@ class WeightQuantization:
     activation_format: BlockFormat = FP8_ACTIVATIONS
     """Format of the inputs of quantized layers."""
     simulated: bool = False
-    """Whether engines get the rounded values in their original dtype, instead of float8 values and scales."""
+    """Whether engines get the rounded values in their former dtype, in place of float8 values and scales."""
 
     @property
     def scale_suffix(self) -> str:

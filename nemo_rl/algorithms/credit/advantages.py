@@ -363,7 +363,7 @@ def _named_estimator(config: AdvantageEstimatorConfig, loss_config: ClippedPGLos
 
 
 def _groups(prompt_ids: Tensor | None, rewards: Tensor, extras: AdvantageExtras) -> tuple[Tensor, Tensor]:
-    """Return group ids `[B]` and the valid mask `[B]`, from the extras or their defaults."""
+    """Return group ids `[B]` and valid mask `[B]`, from the extras or their defaults."""
     valid_B = extras.get("valid_mask", torch.ones_like(rewards))
     if "group_ids" in extras:
         return extras["group_ids"], valid_B

@@ -51,7 +51,7 @@ class JoinedRows:
         return cls(num_rows_B, lengths_R)
 
     def join(self, values_RT: Tensor) -> Tensor:
-        """Return values of the tokens of rows as values of the tokens of samples, `[B, T']`, 0 after the last token."""
+        """Return values of the tokens of rows as values of the tokens of samples, `[B, T']`, 0 after the last."""
         if self._is_same:
             return values_RT
         joined = values_RT.new_zeros(len(self.num_rows_B) * self._width)

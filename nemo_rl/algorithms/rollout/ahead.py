@@ -411,7 +411,7 @@ class AheadRollouts:
         self.fresh.prompts.claim(group.position for group in self._open)
 
     def _start_unfinished(self) -> None:
-        """Start the unfinished groups of a checkpoint. The engines must have weights."""
+        """Start the unfinished groups of a checkpoint, when the engines have weights."""
         groups = [group for group in self._open if group.has_to_start]
         if not groups:
             return

@@ -46,7 +46,7 @@ class Versioned(Protocol):
 
 @dataclass(frozen=True)
 class StoredVersion:
-    """Version of the policy's weights, stored with the position in the data as a `stored_parts.StoredPart`."""
+    """The version of the policy's weights, stored with the position in the data as a `stored_parts.StoredPart`."""
 
     policy: Versioned
     """The model under training."""
@@ -139,7 +139,7 @@ class RolloutBatches:
     samples_per_update: int | None = None
     """Number of samples of one optimizer update, `policy.train_global_batch_size`. If None, all samples of a step."""
     mixes_weights: bool = False
-    """See `num_stale_tokens`."""
+    """As in `num_stale_tokens`."""
 
     def __post_init__(self) -> None:
         self._built = self.rollouts

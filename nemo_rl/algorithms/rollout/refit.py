@@ -83,7 +83,7 @@ class Engines:
     timeout_s: float
     """Time limit of their answers in seconds."""
     drops_weights: bool = False
-    """Whether the engines lose their weights when they sleep."""
+    """Whether they lose their weights when they sleep."""
 
     def rest(self) -> None:
         """Release device memory."""
@@ -236,7 +236,7 @@ class Refitter:
         return [spoilt, [[layer.numpy().tobytes() for layer in of_worker] for of_worker in outputs]]
 
     def _transfer(self, is_trial: bool = False) -> list[SyncReceipt]:
-        """Move all tensors once. On trial, workers fill the parts that they do not receive with NaN."""
+        """Move all tensors once, or on trial let the workers fill tensors that they do not receive with NaN."""
         engines = (self._generation.num_workers, self._generation.membership)
         if self._lanes.must_meet(*engines):  # a trainer rank would wait a minute for a dead engine
             self._wait(self._on_engines("ready"), "looking for engines")

@@ -78,7 +78,7 @@ class SampledGroups:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], prompts: Prompts) -> Self:
-        """Rebuild groups from their `state_dict`, and keep the stream from drawing their prompts again."""
+        """Rebuild groups from their `state_dict`, and keep the stream from handing out their prompts."""
         groups = []
         for each in state["groups"]:
             (round_index, index), prompt = each["order"], each["prompt"]
@@ -124,7 +124,7 @@ class StartedGroups:
     key: RolloutKey
     """Key of the collection."""
     tasks: list[BackgroundTask[Rollouts]]
-    """One task for each prompt, in the order of the batch."""
+    """One for each prompt, in the order of the batch."""
 
     def finish(self) -> SampledGroups:
         """Wait for all groups.

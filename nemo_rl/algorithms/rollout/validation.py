@@ -33,7 +33,7 @@ from nemo_rl.utils.logger import print_message_log_samples
 
 @dataclass(frozen=True)
 class Validator:
-    """Validation on a fixed set of prompts."""
+    """Validates on a fixed set of prompts."""
 
     batches: Iterable[BatchedDataDict[Any]]
     """Collated prompts, iterated again for every validation."""

@@ -1,1 +1,1 @@
-"""Implement the parts of every run: the loop, steps, checkpoints, and the checks of a resumed run."""
+"""Parts of every run: the loop, steps, checkpoints, and the checks of a resumed run."""

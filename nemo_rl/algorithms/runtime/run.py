@@ -43,7 +43,7 @@ class StepBatch:
     num_prompts: int = 0
     """Number of prompts, or of samples of written data, that the batch consumes."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics of the making of the batch, logged under `train/`."""
+    """Metrics of making the batch, logged under `train/`."""
     metrics_under: dict[str, dict[str, float]] = field(default_factory=dict)
     """Further metrics, by the prefix under which they are logged."""
     rows_per_update: int | Sequence[int] | None = None
@@ -55,7 +55,7 @@ class StepBatch:
     num_stale_B: Tensor | None = None
     """`[B]` int64, position after the last token that weights older than the policy's wrote. None if there is none."""
     unmeasured: frozenset[str] = frozenset()
-    """Names of metrics of the update that say nothing about this batch and are not logged."""
+    """Metrics of the update that say nothing about this batch and are not logged."""
 
     def measured(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics without those that `unmeasured` names."""

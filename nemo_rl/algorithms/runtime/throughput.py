@@ -34,7 +34,7 @@ class Throughput:
     """Computes the throughput of a run's steps."""
 
     policy: Worker
-    """Model that is trained."""
+    """The model that is trained."""
     precision: str
     """Number format in which the model computes."""
     policy_devices: int

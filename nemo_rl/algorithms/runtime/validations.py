@@ -154,7 +154,7 @@ class Validations:
         return result
 
     def cancel(self) -> None:
-        """Cancel the running validation, because the run has to end."""
+        """Give up the running validation, because the run has to end."""
         if self.validation is not None:
             self.validation.cancel()
         self.running_step = None

@@ -99,7 +99,7 @@ def _compare_memory(name: str, section: PolicyConfig, plan: MemoryPlan, availabl
 
 
 def ways_to_less(name: str, section: PolicyConfig) -> str:
-    """Return a sentence about configuration keys by which a model's ranks need less memory."""
+    """Return a sentence about the keys with which a model's ranks need less memory."""
     tensor = section.backend_section.size_keys.get("tp", "tensor parallelism")
     return _WAYS_OUT.format(section=name, backend=section.backend_key, tensor=tensor)
 
@@ -252,7 +252,7 @@ def rows_per_prompt(config: RunConfig) -> int:
 
 
 def rows_per_sample(config: RunConfig) -> int:
-    """Return the number of rows of a batch that one sample takes: 2 for pairs of answers."""
+    """Return the rows of a batch that a sample takes: 2 for pairs of answers."""
     pairs = isinstance(config, SupervisedMasterConfig) and config.section in ("dpo", "rm")
     return 1 + (pairs and getattr(config.algorithm, "preference_loss", "") != "kto")
 

@@ -111,7 +111,7 @@ class RankStarter:
     """Number of engine workers on each machine that compute at the same time as the ranks."""
 
     def start(self, name: str, role: Role, where: RayVirtualCluster) -> Policy:
-        """Start the ranks of a model on these bundles, and block until they are ready."""
+        """Start the ranks of a model on bundles, and block until they are ready."""
         weights_path, optimizer_path = saved_paths(name, role, self.resume_path)
         return Policy(
             where,

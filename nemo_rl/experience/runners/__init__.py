@@ -1,1 +1,1 @@
-"""Play rollouts in actors, so that tokens do not pass through the driver."""
+"""Rollouts in actors of their own, so that tokens do not pass through the driver."""

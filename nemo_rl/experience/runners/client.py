@@ -222,7 +222,7 @@ class RemoteRunner(RolloutRunner):
         return rollouts
 
     def keep(self, rollouts: Rollouts) -> Rollouts:
-        """See `RolloutRunner.keep`. The tokens are moved to the object store."""
+        """See `RolloutRunner.keep`: the tokens go to the object store."""
         samples, packed = split([rollouts.trajectories], reads_collections=self._reads_collections)
         return located(Rollouts(samples, rollouts.metrics), ray.put(packed))
 

@@ -153,7 +153,7 @@ def cluster_config(cluster: RayVirtualCluster) -> ClusterConfig:
 def padded(
     prompts: list[list[int]], answers: list[GenerationResult], pad_token_id: int
 ) -> BatchedDataDict[GenerationOutputSpec]:
-    """Pad prompts and answers to tensors (see `GenerationOutputSpec`)."""
+    """Pad prompts and answers to tensors, see `GenerationOutputSpec`."""
     lengths = [len(prompt) + len(answer.token_ids) for prompt, answer in zip(prompts, answers, strict=True)]
     shape = (len(lengths), max(lengths, default=0))
     output_ids = torch.full(shape, pad_token_id, dtype=torch.int64)

@@ -233,7 +233,7 @@ class EngineGroup(GenerationInterface):
                 self._loop.call_soon_threadsafe(self._flush)
 
     def _flush(self) -> None:
-        """Send the requests of this loop iteration, and make sure that a task collects their results."""
+        """Send the requests gathered in this loop iteration, and make sure that a task collects the results."""
         self._flush_is_due = False
         for member in self._members:
             if self._end is not None:
@@ -315,7 +315,7 @@ class EngineGroup(GenerationInterface):
         return next(rank for rank, wait in waits.items() if wait.future.done())
 
     async def _is_busy(self, member: Member, waits: Waits) -> bool:
-        """Return whether a silent engine answers within a tenth of `silence_s`, or at least computes."""
+        """Return whether a silent engine answers within a tenth of `silence_s`, or computes."""
         before = await asyncio.to_thread(self.workers.activity, member.ranks)
         window_s = self._silence_s / 10
         if await some_answer(waits, window_s):

@@ -45,7 +45,7 @@ class BatchedEngine(RowsEngine):
 
     @property
     def further_inputs(self) -> FurtherInputs | None:
-        """The inputs of the rows that `read` or `advance` processes. None if no row has any."""
+        """The inputs of the rows that `read` or `advance` processes, or None if no row has any."""
         column = [row.request.row_inputs for row in self._active]
         if all(inputs is None for inputs in column):
             return None
@@ -118,7 +118,7 @@ class HfEngine(BatchedEngine):
         self._held: dict[str, torch.Tensor] = {}
 
     def add_request(self, request_id: str, request: GenerationRequest) -> None:
-        """See `SteppedEngine.add_request`. The model must have a parameter for each input of the row."""
+        """See `SteppedEngine.add_request`. The model's body must have parameters for all inputs of the row."""
         if request.row_inputs is not None:
             try:
                 require_parameters(body(self._model), request.row_inputs.argument_names)

@@ -69,7 +69,7 @@ class SamplingParams:
 
     @property
     def draws_from_policy(self) -> bool:
-        """True if tokens are drawn from the policy's own distribution, apart from the grammar."""
+        """True if tokens are drawn from the policy's own distribution, but for the grammar."""
         is_whole = self.top_k is None and self.top_p == 1.0 and not self.bad_words
         return is_whole and self.temperature == 1.0
 
@@ -213,7 +213,7 @@ class EngineSettings:
     """Settings from which a worker builds its engine, made by `factory` from the configuration."""
 
     backend: str
-    """A name in `registry.ENGINES`, or the dotted path of a class."""
+    """A name of `registry.ENGINES`, or the dotted path of a class."""
     model_name: str
     """Local folder or hub id."""
     tokenizer_name: str
@@ -262,7 +262,7 @@ class EngineSettings:
     optimizations: Choice = "auto"
     """Value of `cluster.optimizations`."""
     reports_experts: bool = False
-    """Whether results have the experts that each layer chose for each token (`GenerationResult.routed_experts`)."""
+    """Return the experts that each layer chose for each token (`GenerationResult.routed_experts`)."""
     draft: DraftShape | None = None
     """Sizes of the draft model that is trained with the policy. None without such a model."""
     trains_mtp: bool = False
@@ -332,7 +332,7 @@ class Engine(Protocol):
         """
 
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Load some tensors under Hugging Face names. They stay unchanged until `finish_weight_update` has returned."""
+        """Load some tensors under Hugging Face names, unchanged until `finish_weight_update` has returned."""
 
     async def finish_weight_update(self, version: int) -> list[str]:
         """Activate the new weights, and return the names of the engine's parameters that were not loaded.
@@ -417,7 +417,7 @@ class GenerationInterface(ABC):
         return {}
 
     def describe_open(self) -> str:
-        """Describe the engines with open requests for an error message. Return "" if none are known."""
+        """Describe the engines with open requests for an error, or return "" if none are known."""
         return ""
 
     @abstractmethod

@@ -110,7 +110,7 @@ class Member:
     collector: asyncio.Task[None] | None = None
     """The task that collects the engine's results."""
     busy: BusyClock = field(default_factory=BusyClock)
-    """Clock that measures the time with pending requests."""
+    """Measures the time with pending requests."""
     load: EngineLoad | None = None
     """Load that the engine reported since the load metrics were last read."""
     speed: Speed = field(default_factory=Speed)

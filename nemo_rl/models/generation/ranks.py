@@ -129,7 +129,7 @@ def _name_of_machine() -> str:
 
 
 def _shared(store: dist.Store, name: str, place: int, num_places: int, own: str) -> tuple[str, ...]:
-    """Send a text to all processes, and return the texts of all processes in the order of their places."""
+    """Send a text to all processes, and return the texts of all, in the order of their places."""
     store.set(f"{name} of {place}", own)
     return tuple(store.get(f"{name} of {other}").decode() for other in range(num_places))
 
@@ -222,7 +222,7 @@ class Link:
         return pickle.loads(received)
 
     def call(self, call: RankCall) -> RankAnswer | None:
-        """Send a call to a rank, and return its answer, or None if no answer is wanted."""
+        """Send a call to a rank, and return None if no answer is wanted."""
         return call_all([self], call, [call.wants_answer])[0]
 
     def call_packed(self, packed: bytes, *, wants_answer: bool) -> RankAnswer | None:
@@ -309,7 +309,7 @@ def _dial(address: str | list[Any], key: bytes) -> Connection:
 
 
 def _prompt(connection: Connection) -> Connection:
-    """Let a TCP connection send small messages at once, instead of waiting for the receipt of earlier ones."""
+    """Let a connection over TCP send small messages at once, instead of waiting for the receipt of earlier ones."""
     with socket.socket(fileno=os.dup(connection.fileno())) as shared:
         if shared.family != socket.AF_UNIX:
             shared.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -368,7 +368,7 @@ class ServedRank:
         """See `Engine.begin_weight_update`."""
 
     async def finish_weight_update(self, version: int) -> list[str]:
-        """See `Engine.finish_weight_update`. By default, worker 0 reports the missing tensors of all ranks."""
+        """See `Engine.finish_weight_update`. By default worker 0 reports missing tensors of all ranks."""
         return []
 
     async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:

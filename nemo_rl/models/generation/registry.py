@@ -56,7 +56,7 @@ class EngineKind:
     accepts_inputs: bool = False
     """Whether the engine accepts rows with further inputs and position rules (`data.model_rows`)."""
     accepts_grammars: bool = False
-    """Whether the engine respects `SamplingParams.grammar`."""
+    """Whether the engine keeps to `SamplingParams.grammar`."""
     reports_experts: bool = False
     """Whether the engine returns the experts of tokens (`EngineSettings.reports_experts`)."""
     speculates: bool = False
@@ -104,7 +104,7 @@ ENGINE_CLASSES: Registry[Engine] = Registry("engine", Engine, {name: kind.path f
 
 
 def engine_kind(backend: str) -> EngineKind:
-    """Return the properties of the engine that `policy.generation.backend` names."""
+    """Return the entry of the engine that `policy.generation.backend` names."""
     return ENGINES.get(backend) or EngineKind(backend)
 
 

@@ -43,7 +43,7 @@ _PAUSE_S = 0.001
 """Pause of the engine for calls that have arrived. Ray hands a call back and forth several times between the event loop
 and a thread of its own before the call begins. Without a pause, each of these times takes a whole step."""
 _QUIET_S, _QUIET_PAUSE_S = 0.5, 0.0002
-"""If no call began and no answer ended for this many seconds, probably no call is waiting, and the pause is shorter."""
+"""If no call began and no answer ended for this many seconds, probably none waits, and the pause is shorter."""
 
 
 class Finished(NamedTuple):
@@ -183,7 +183,7 @@ class SteppedEngine(ABC):
         self._answer(self.remove_requests([id_ for id_ in request_ids if id_ in self._running]))
 
     async def responses_so_far(self, request_ids: Collection[str]) -> dict[str, ResponseSoFar]:
-        """See `Engine`. The tokens are read between two steps."""
+        """See `Engine`. The state is read between two steps."""
         self._busy_at, found = time.monotonic(), {}
         for request_id in self._running.keys() & set(request_ids):
             sampled = self.sampled_so_far(request_id)

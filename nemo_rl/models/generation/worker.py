@@ -138,7 +138,7 @@ class GenerationWorker:
         return Collected(results, self._take_load())
 
     async def begin_weight_update(self, spec: TransportSpec, version: int) -> None:
-        """Start to receive weights of `version` by the transport of `spec`. Requests wait until the update ends."""
+        """Start to receive weights of `version` through the transport of `spec`, while requests wait until the end."""
         if self._receiver is None or self._receiver.spec != spec:
             if self._receiver is not None:
                 self._receiver.close()

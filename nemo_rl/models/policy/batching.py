@@ -195,7 +195,7 @@ def _check_divides(rows: int, size: int, allow_partial: bool) -> None:
 
 
 def count_valid(batch: BatchedDataDict[Any]) -> tuple[float, float]:
-    """Return the numbers of valid sequences and valid target tokens of a global batch, the denominators of losses."""
+    """Count valid sequences and valid target tokens of a global batch, the denominators of losses."""
     weights_B = batch["sample_mask"].double()
     return weights_B.sum().item(), (BatchRows.of(batch).num_written() * weights_B).sum().item()
 

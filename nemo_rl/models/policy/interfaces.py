@@ -61,7 +61,7 @@ class ScoringModel(Protocol):
         """Score every token under the current weights."""
 
     def get_reference_policy_logprobs(self, data: BatchedDataDict[Any]) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
-        """Score every token under the weights that the run started from."""
+        """Score every token under the weights the run started from."""
 
     def get_topk_logits(
         self, data: BatchedDataDict[Any], k: int, *, vocab_size: int | None = None
@@ -94,7 +94,7 @@ class PolicyInterface(ABC):
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
-        """Score every token under the weights that the run started from."""
+        """Score every token under the weights the run started from."""
 
     @abstractmethod
     def keep_logprobs(self, data: BatchedDataDict[Any], *, of_reference: bool = False) -> KeptScores:
@@ -114,7 +114,7 @@ class PolicyInterface(ABC):
         tokenizer_path: str | None = None,
         consolidated: bool = False,
     ) -> None:
-        """Write a checkpoint that `Policy(weights_path=..., optimizer_path=...)` can resume from."""
+        """Write a checkpoint that `Policy(weights_path=..., optimizer_path=...)` resumes from."""
 
     @abstractmethod
     def shutdown(self) -> bool:

@@ -109,7 +109,7 @@ class RankCalls:
             return self._answers(future, phase, self._timeouts.checkpoint_s)
 
     def _describe_passes(self) -> PassCosts:
-        """Return the costs of passes over rows from the first rank, or unknown costs with the reason of a failure."""
+        """Return the costs of passes over rows from the first rank, or unknown costs with a failure as the reason."""
         try:
             call = self._workers.run_single_worker_single_data("describe_passes", 0)
             costs: PassCosts = ray.get(call, timeout=_DESCRIPTION_S)

@@ -84,7 +84,7 @@ class ModelInputs:
 
 
 def split_rows(data: BatchedDataDict[Any], sizes: Sequence[int]) -> Iterator[BatchedDataDict[Any]]:
-    """Divide a batch into consecutive microbatches of the given sizes."""
+    """Cut a batch into consecutive microbatches of the given sizes."""
     start = 0
     for size in sizes:
         yield data.slice(start, start + size)

@@ -76,7 +76,7 @@ class PolicyBackend(ABC):
 
     @abstractmethod
     def clip_and_step(self) -> tuple[float, bool]:
-        """Clip gradients and update weights. Return the norm before clipping, and whether the step was taken."""
+        """Clip gradients, update weights, and return the norm before clipping and whether the step was taken."""
 
     def update_metrics(self) -> dict[str, float]:
         """Return the model's own metrics of the training passes of an update, equal on all ranks.

@@ -80,7 +80,7 @@ class Mesh:
 
     @property
     def experts(self) -> int | None:
-        """The number of routed experts of a layer, or None for a dense model."""
+        """The routed experts of a layer, or None for a dense model."""
         return self.count(*_EXPERTS)
 
     @property

@@ -53,7 +53,7 @@ def _may_not_be_finite(tensor: Tensor) -> bool:
 
 
 def on_all_ranks(names: list[str]) -> list[str]:
-    """Return the names found on any of the ranks, in the order of ranks. This is a collective call."""
+    """Return the names found on any rank, in the order of ranks, in a collective call."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return names
     found: list[list[str]] = [[] for _ in range(dist.get_world_size())]

@@ -120,7 +120,7 @@ class TorchBackend(PolicyBackend):
     _has_reference = False
     _reference: dict[str, Tensor] | None = None
     _replaced: HostMemory
-    """Memory that holds the current weights while the reference is in use."""
+    """Holds the current weights while the reference is in use."""
     _writers: dist.ProcessGroup | None = None
 
     @abstractmethod

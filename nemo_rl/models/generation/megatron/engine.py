@@ -195,7 +195,7 @@ class ModelPart:
                 self._receiver.take(name, tensor)
 
     def not_loaded(self) -> list[str]:
-        """Return hub names of the tensors that this rank needs but was not sent."""
+        """Return hub names of the tensors that this rank needs and was not sent."""
         return self._receiver.unbound()
 
     def record_reads(self) -> None:
@@ -213,7 +213,7 @@ class ModelPart:
         return not_finite(dict(self.model.named_parameters()))
 
     def sleep(self) -> None:
-        """Move the weights of a GPU to the host, and free the cache if no row is running."""
+        """Move the weights of a GPU to the host, and free the cache if no row runs."""
         self.cache.release()
         if self._device.type != "cpu":
             move_weights(self.model, self._resting, self._device, to_host=True)
@@ -345,7 +345,7 @@ class MegatronEngine(_HoldsPart, ContinuousEngine):
         self._on_all("cache.clear")
 
     def _on_all(self, method: str, *args: Any, answering: Sequence[bool] = ()) -> list[Any]:
-        """Call a method of each part, or "cache.x", and return the results of this rank and of ranks in `answering`."""
+        """Call a method of each part, or "cache.x", and return the answers of this rank and of ranks in `answering`."""
         wanted = answering or [False] * len(self._links)
         answers = call_all(self._links, RankCall(method, args, {}, wants_answer=False), wanted)
         with ending_if_alone(self._links):

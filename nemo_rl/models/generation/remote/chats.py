@@ -51,7 +51,7 @@ class ChatToolCall:
 
     @property
     def as_text(self) -> str:
-        """The call in the form of most chat templates (the parser "hermes")."""
+        """The call in the form that most chat templates have (the parser "hermes")."""
         try:
             arguments = json.loads(self.arguments)
         except (ValueError, RecursionError):
@@ -69,7 +69,7 @@ class ChatAnswer:
     reasoning: str | None = None
     """Text of the reasoning. None if the server does not separate it."""
     tool_calls: Sequence[ChatToolCall] = ()
-    """Tool calls that the server has parsed."""
+    """Calls that the server has parsed."""
     stop_string: str | None = None
     """Stop string that ended the answer. It is not in the content. None if the server does not name one."""
     num_tokens: int | None = None
@@ -79,7 +79,7 @@ class ChatAnswer:
 
     @property
     def text(self) -> str:
-        """Text that an environment reads: the content, the stop string, and the calls as text."""
+        """All that an environment reads: content, stop string, and calls as text."""
         return "\n".join(
             [*filter(None, [self.content + (self.stop_string or "")]), *(c.as_text for c in self.tool_calls)]
         )

@@ -47,7 +47,7 @@ class EndpointConnection:
     """Connections to an endpoint, for one event loop."""
 
     name: str
-    """Name of the endpoint for errors, such as "the judge"."""
+    """Name of the endpoint for errors: "the judge"."""
     base_url: str
     """Address of the endpoint, up to the version."""
     key: str | None

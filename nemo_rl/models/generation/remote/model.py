@@ -38,7 +38,7 @@ from nemo_rl.models.generation.remote.connection import EndpointConnection, Endp
 from nemo_rl.utils.errors import EndpointUnusableError, NoAnswerError
 
 _KEPT = ("role", "content", "name", "tool_calls", "tool_call_id")
-"""Fields of messages that all servers know."""
+"""Fields of messages that servers know."""
 
 
 def chat_body(config: ModelEndpointConfig, request: GenerationRequest) -> dict[str, Any]:

@@ -312,7 +312,7 @@ class SglangEngine:
         return missing
 
     async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
-        """Return an empty list: the interface has no outputs of layers."""
+        """Return nothing: the interface has no outputs of layers."""
         return []
 
     async def sleep(self) -> None:

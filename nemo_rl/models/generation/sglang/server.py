@@ -147,7 +147,7 @@ def _is_healthy(url: str) -> bool:
 
 
 def server_arguments(settings: EngineSettings, config: SglangConfig, port: int) -> list[str]:
-    """Return the command line of a server. Keys of `sglang_cfg` override the library's own values."""
+    """Return the command line of a server, where keys of `sglang_cfg` win over the library's own values."""
     server = config.sglang_server_config
     sleeps = settings.can_sleep and server.needs_offload
     values: dict[str, Any] = {

@@ -189,7 +189,7 @@ def _graphs(settings: EngineSettings) -> dict[str, int]:
 
 
 def _hf_overrides(settings: EngineSettings) -> Any:
-    """Merge changes to the model's configuration: the library's, then the policy's, then those of `vllm_kwargs`."""
+    """Merge changes to the model's configuration: the library's, then the policy's, then changes in `vllm_kwargs`."""
     own = settings.engine_kwargs.get("hf_overrides") or {}
     if not isinstance(own, Mapping):  # it may be a function of the configuration
         return own

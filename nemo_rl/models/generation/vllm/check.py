@@ -105,7 +105,7 @@ def _shapes(model: Any, generation: GenerationConfig, rows: int, columns: int) -
 
 
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Sizes from `vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend.get_supported_head_sizes`."""
+"""`vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend.get_supported_head_sizes`."""
 _NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
@@ -200,7 +200,7 @@ def check_engine_shape(model: Any, generation: GenerationConfig) -> None:
 
 
 def _remainders(model: Any, ranks: int, *, whole_experts: bool) -> Iterator[str]:
-    """Yield a message for each size that tensor parallelism over this number of ranks cannot divide."""
+    """Yield the sizes that tensor parallelism over this number of ranks cannot divide."""
     of_experts = "moe_intermediate_size"
     if _first(model, of_experts) is None and _first(model, *_NUM_EXPERTS):
         of_experts = "intermediate_size"
@@ -221,7 +221,7 @@ def _first(model: Any, *names: str) -> int | None:
 
 
 def _check_router_replay(policy: PolicyConfig) -> None:
-    """Refuse settings with which vLLM on GPUs cannot report experts (`vllm.config.VllmConfig`)."""
+    """Refuse the settings with which vLLM on GPUs reports no experts (`vllm.config.VllmConfig`)."""
     arguments = vllm_arguments(policy)
     speculation = arguments.get("speculative_config") or {}
     stages = arguments.get("pipeline_parallel_size", policy.sampling.engine.pipeline_parallel_size)

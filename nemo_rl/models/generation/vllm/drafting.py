@@ -36,7 +36,7 @@ _UNUSED = re.compile(r"model\.layers\.[1-9]\d*\.hidden_norm")
 _MARK = "trained_with_policy"
 """Key that marks a draft model whose weights arrive in each sync, and not from files."""
 TRAINED_LAYERS = {_MARK: True}
-"""Value of vLLM's `additional_config` if the policy's layers for multi-token prediction arrive in syncs."""
+"""vLLM's `additional_config` if the policy's layers for multi-token prediction arrive in syncs."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 

@@ -343,7 +343,7 @@ class VllmEngine(SteppedEngine):
         self.fall_asleep()
 
     def fall_asleep(self) -> None:
-        """Free memory. Weights are moved to host memory or, at sleep level 2, dropped like the cache."""
+        """Free memory: weights go to host memory or, at level 2, are dropped like the cache."""
         if self._can_sleep and not self._engine.is_sleeping():
             self._engine.reset_prefix_cache()
             self._engine.sleep(level=self._sleep_level)

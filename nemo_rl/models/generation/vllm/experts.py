@@ -37,7 +37,7 @@ from nemo_rl.utils.errors import ConfigError
 
 
 def moe_layers(worker: Any) -> list[int]:
-    """Return the numbers of this rank's layers that have experts, in order."""
+    """Return the numbers of this rank's layers with experts, in order."""
     model = worker.model_runner.get_model()
     return sorted({module.layer_id for module in model.modules() if isinstance(module, MoERunner)})
 

@@ -214,7 +214,7 @@ def without_cache_scales(names: set[str]) -> set[str]:
 
 
 def lost_tensors(model: torch.nn.Module, unbound: set[str]) -> set[str]:
-    """Return parameters that the model reports as loaded although the loaders of their layers got no tensors."""
+    """Return parameters that the model reports as loaded although their layers' loaders got no tensors."""
     names = set()
     for layer, module in model.named_modules():
         info = get_layerwise_info(module)
@@ -277,7 +277,7 @@ def residual_sum(output: Any) -> Tensor:
 
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Let prompts run through the modules themselves, because a compiled model calls no hooks."""
+    """Run prompts through the modules themselves, because a compiled copy calls no hooks."""
     compiled: list[Any] = [module for module in model.modules() if getattr(module, "do_not_compile", None) is False]
     for module in compiled:
         module.do_not_compile = True

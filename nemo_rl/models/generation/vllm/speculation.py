@@ -172,7 +172,7 @@ def _wrong_values(speculation: Speculation) -> Iterator[str]:
 
 
 def _check_trained(speculation: Speculation | None, policy: PolicyConfig) -> None:
-    """Refuse to train a draft model (`policy.draft`) that the engines do not use for proposals."""
+    """Refuse to train a draft model (`policy.draft`) that the engines do not propose with."""
     method = None if speculation is None else speculation.method
     if speculation is None or method != "eagle3":
         raise ConfigError(

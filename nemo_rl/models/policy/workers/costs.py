@@ -24,7 +24,7 @@ from nemo_rl.models.training.low_rank import select_modules
 logger = logging.getLogger(__name__)
 
 _NOT_COUNTED = (RuntimeError, TypeError, AttributeError, KeyError, IndexError, ValueError)
-"""Errors for architectures that transformers cannot build from their configuration, or that lack common fields."""
+"""Errors of architectures that transformers cannot make from their configuration, or that lack common fields."""
 
 
 @dataclass(frozen=True)

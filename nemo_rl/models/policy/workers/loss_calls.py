@@ -52,7 +52,7 @@ def input_type_of(loss_fn: AnyLossFunction) -> LossInputType:
 
 
 def extra_keys(loss_fn: AnyLossFunction) -> tuple[str, ...]:
-    """Return the keys that this loss needs in addition to the keys of every training batch."""
+    """Return the keys that this loss needs beyond the keys of every training batch."""
     keys = ["reference_policy_logprobs"] if getattr(loss_fn, "needs_reference", False) else []
     if input_type_of(loss_fn) is LossInputType.DISTILLATION:
         keys += ["teacher_topk_logits", "teacher_topk_indices"]

@@ -78,7 +78,7 @@ class WorkerSettings:
     init_optimizer: bool
     """Whether to make optimizer and schedule."""
     init_reference_model: bool
-    """Whether to keep the initial weights for reference log-probabilities."""
+    """Keep the initial weights for reference log-probabilities."""
     busy_engines: int = 0
     """Number of engine workers on the machine that compute at the same time as this process."""
     optimizations: Choice = "auto"
