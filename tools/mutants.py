@@ -426,7 +426,7 @@ def main() -> None:
     runner = commands.add_parser("run")
     runner.add_argument("--copies", type=int, default=2)
     runner.add_argument("--limit-s", type=float, default=180.0, help="stored seconds of tests for a fault and tier")
-    runner.add_argument("--minutes", type=float, default=math.inf, help="after which no further fault is begun")
+    runner.add_argument("--minutes", type=float, default=math.inf, help="after these, start no further fault")
     commands.add_parser("table")
     commands.add_parser("find")
     given = parser.parse_args()

@@ -8,7 +8,7 @@ Invariants: a ratio is bounded, and differentiable in the current log-probabilit
 differentiable, not bounded, and 0 where it overflows. After `make_policy_batch` every log-probability is finite, or NaN
 because of a real error. Entries that do not count are exactly 0, so no later formula has to handle padding.
 
-Legend: `B` samples, `T` predicted positions, which are the T-1 last positions of sequences of T tokens.
+Legend: `B` samples, `T` the predicted positions, one fewer than the tokens of a sequence.
 """
 
 import math

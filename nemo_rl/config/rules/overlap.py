@@ -1,7 +1,7 @@
 """Rules on sampling and training at the same time."""
 
 from nemo_rl.config.rules.broken_rules import Findings
-from nemo_rl.config.schema.algorithms.grpo import GRPOConfig
+from nemo_rl.config.schema.algorithms.grpo import FROM_REWARDS, GRPOConfig
 from nemo_rl.config.schema.algorithms.loss_fn import ClippedPGLossConfig
 from nemo_rl.config.schema.algorithms.overlap import AsyncRLConfig
 from nemo_rl.config.schema.algorithms.rollout_training import RewardedTrainingConfig, RolloutTrainingConfig
@@ -85,10 +85,10 @@ def check_rollout_runners(
         yield f"{set_to} works with GRPO only. Use 0."
         return
     name = algorithm.adv_estimator.name
-    if name not in ("grpo", "dr_grpo", "rloo"):
+    if name not in FROM_REWARDS:
         yield (
-            f"{set_to} keeps tokens out of the driver, but grpo.adv_estimator.name={name} has advantages of tokens. "
-            "Use 0, or grpo, dr_grpo or rloo."
+            f"{set_to} keeps tokens out of the driver, but grpo.adv_estimator.name={name} may need them. Use 0, or one "
+            f"of {', '.join(FROM_REWARDS)}, whose advantages follow from rewards alone."
         )
     if algorithm.adv_estimator.credit != "episode":
         yield (

@@ -11,7 +11,7 @@ from nemo_rl.config.rules.engines import check_engines
 from nemo_rl.config.rules.megatron import check_engine_formats, check_fp8_training, check_offloading
 from nemo_rl.config.rules.models import check_backend, check_one_layout, check_trainable
 from nemo_rl.config.rules.topology import data_parallel_ranks, plan_topology
-from nemo_rl.config.schema.algorithms.grpo import GRPOConfig
+from nemo_rl.config.schema.algorithms.grpo import FROM_REWARDS, GRPOConfig
 from nemo_rl.config.schema.algorithms.loss_fn import ClippedPGLossConfig
 from nemo_rl.config.schema.algorithms.rollout_training import (
     RewardedTrainingConfig,
@@ -273,10 +273,6 @@ def check_rewards(section: str, algorithm: RewardedTrainingConfig) -> Findings:
     yield from check_reward_shaping(algorithm.reward_shaping, section)
 
 
-PER_TURN = ("grpo", "dr_grpo", "rloo")
-"""Estimators that can credit single turns."""
-
-
 def check_advantages(grpo: GRPOConfig, loss: ClippedPGLossConfig) -> Findings:
     """Check that options of the advantage estimator belong to the chosen estimator."""
     estimator = grpo.adv_estimator
@@ -314,8 +310,8 @@ def _check_turn_credit(grpo: GRPOConfig) -> Findings:
             )
         return
     key = f"grpo.adv_estimator.credit={estimator.credit}"
-    if estimator.name not in PER_TURN:
-        yield f"{key} only works with grpo.adv_estimator.name={', '.join(PER_TURN)}, got {estimator.name}."
+    if estimator.name not in FROM_REWARDS:
+        yield f"{key} only works with grpo.adv_estimator.name={', '.join(FROM_REWARDS)}, got {estimator.name}."
     if grpo.reward_scaling.enabled:
         yield (
             f"{key} uses the rewards of turns, which grpo.reward_scaling does not change. Set "

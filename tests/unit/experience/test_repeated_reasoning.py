@@ -25,6 +25,7 @@ def test_the_share_of_copied_runs_decides():
     """Of 53 runs 43 (81 %) are in the first 50 words, and 42 (79 %) in the first 49."""
     assert repeats([words(0, 60)], words(0, 50))
     assert not repeats([words(0, 60)], words(0, 49))
+    assert repeats([words(0, 42)], words(0, 35)), "28 of 35 runs are 80 %"
 
 
 def test_reasoning_that_says_everything_twice_repeats_itself():

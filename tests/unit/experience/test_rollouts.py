@@ -14,7 +14,7 @@ from rollout_parts import LetterTokenizer, ScriptedEngine, ScriptedEnvironment, 
 from nemo_rl.data.model_rows import RowInput, RowInputs
 from nemo_rl.experience import rollouts
 from nemo_rl.experience.event_loop import EventLoopThread
-from nemo_rl.experience.metrics import rollout_metrics, validation_metrics
+from nemo_rl.experience.metrics import metrics_by_environment, rollout_metrics, validation_metrics
 from nemo_rl.experience.rollouts import RolloutKey, RolloutLimits, RolloutRunner
 from nemo_rl.experience.trajectory import Outcome, Trajectory
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, SamplingParams, VersionSpan
@@ -160,6 +160,12 @@ def test_a_failed_grading_is_an_outcome_and_never_a_zero(loop: EventLoopThread) 
     assert metrics["reward"] == 1.0
     assert metrics["num_reward_errors"] == 1.0
     assert metrics["reward_error_rate"] == 0.5
+
+
+def test_metrics_of_each_environment_are_for_runs_with_several() -> None:
+    assert metrics_by_environment([], ["math"], ["num_samples"]) == {}
+    both = {"math/num_samples": 0.0, "code/num_samples": 0.0}
+    assert metrics_by_environment([], ["math", "code"], ["num_samples", "reward"]) == both
 
 
 def test_the_failure_of_all_samples_is_told_once_and_with_its_own_cause(loop: EventLoopThread) -> None:

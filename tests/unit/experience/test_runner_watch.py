@@ -332,6 +332,8 @@ async def test_an_engine_that_a_runner_has_lost_is_replaced_unless_it_was_alread
     await share._look(handle)
     assert engines.replaced == [[3]], "another thread was first"
     assert handle.calls[-1] == ("replace_engines", (["w2", "newer w3"], [1]))
+    await share._look(handle)
+    assert engines.replaced == [[3], [3]], "the newer engine is lost too"
 
 
 async def test_a_runner_that_dies_too_often_ends_the_watch(share_of: Callable[..., RunnerShare]) -> None:

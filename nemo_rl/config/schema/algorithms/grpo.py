@@ -16,6 +16,9 @@ from nemo_rl.config.schema.algorithms.rollout_training import RewardedTrainingCo
 from nemo_rl.config.schema.named_part import NamedPartConfig
 
 _BUILT = ("grpo", "dr_grpo", "rloo", "gdpo", "reinforce_plus_plus")
+FROM_REWARDS = ("grpo", "dr_grpo", "rloo")
+"""Built-in estimators that compute one advantage for each sample from the rewards of its group. They can credit single
+turns, and they need no tokens, so they work with rollout runners."""
 
 AdvantageEstimatorName = Annotated[str, PartName(_BUILT, {"opd": "Multi-teacher on-policy distillation"})]
 
