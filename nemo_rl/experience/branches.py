@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoredTokens:
-    """Where the tokens and texts of a conversation are stored that holds only their numbers (see `runners.stored`)."""
+    """Place of the tokens and texts of a conversation that holds only token counts (see `runners.stored`)."""
 
     path: Path
     """Path of the conversation's row in the stored tree of rows."""

@@ -42,7 +42,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 @contextmanager
 def described(shape: DraftShape | None) -> Iterator[Path | None]:
-    """For the block, write the folder from which vLLM builds a draft model that is trained with the policy.
+    """Write, for the block, the folder from which vLLM builds a draft model that is trained with the policy.
 
     Args:
         shape: Sizes of the draft model. If None, there is no draft model and no folder.
