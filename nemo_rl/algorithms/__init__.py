@@ -1,1 +1,1 @@
-"""Algorithms: one loop for all of them, and what makes a run of each."""
+"""Implement the algorithms: one training loop that all of them share, and the parts that each algorithm adds to it."""

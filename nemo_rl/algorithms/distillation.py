@@ -1,6 +1,6 @@
-"""Set up runs of on-policy distillation (arXiv 2306.13649), and re-export what belongs to them.
+"""Set up runs of on-policy distillation (arXiv 2306.13649), and re-export the names that such a run needs.
 
-One step (`runtime.run.train`): the engines get the current weights, the student answers, the teacher scores the next
+In one step (`runtime.run.train`) the engines get the current weights, the student answers, the teacher scores the next
 token after every token of the answers, and the student is trained towards these scores. The direction of the divergence
 and the treatment of rare tokens are options of the loss (`losses.supervised`). Invariant: the teacher's weights never
 change.
@@ -35,22 +35,22 @@ from nemo_rl.utils.seed import set_seed
 logger = logging.getLogger(__name__)
 
 SKIP_CHECK = "NRL_SKIP_DISTILLATION_TOKENIZER_CHECK"
-"""Environment variable that turns the comparison of vocabularies into a warning; NeMo RL's name for it."""
+"""Environment variable that turns an error about different vocabularies into a warning. The name is that of NeMo RL."""
 _NUM_SHOWN = 3
 
 
 @dataclass(frozen=True)
 class TeacherScores:
-    """Adds the teacher's top-k logits to a batch, as a `runtime.run.Stage`."""
+    """Stage that adds the teacher's top-k logits to a batch (`runtime.run.Stage`)."""
 
     teacher: ScoringModel
     """The model that scores."""
     k: int
-    """Logits per token."""
+    """Number of logits per token."""
     vocab_size: int | None = None
-    """Only ids below it are returned; None for all."""
+    """Only token ids below it are returned. If None, all ids."""
     temperature: float = 1.0
-    """Logits are divided by it, like the student's."""
+    """Divisor of the logits, as for the student."""
 
     name = "teacher_logprob_inference"
     roles = ("teacher",)
@@ -67,14 +67,14 @@ def check_teacher_fits(config: DistillationMasterConfig, tokenizer: TokenizerTyp
     """Compare the vocabularies of teacher and student, from their tokenizers and model configurations.
 
     Args:
-        config: the run's configuration.
-        tokenizer: the student's.
+        config: The run's configuration.
+        tokenizer: The student's tokenizer.
 
     Returns:
-        The number of token ids that the teacher may use; None for all of its vocabulary.
+        The number of token ids that the teacher may use, or None if it may use all ids of its vocabulary.
 
     Raises:
-        ConfigError: they differ, or k is larger than the vocabulary.
+        ConfigError: The vocabularies differ, or k is larger than the vocabulary.
     """
     student, teacher = config.policy, config.teacher
     other = get_tokenizer(teacher.tokenizer, section="teacher")
@@ -90,14 +90,15 @@ def check_teacher_fits(config: DistillationMasterConfig, tokenizer: TokenizerTyp
 
 
 def check_vocab_equality(tokenizer: TokenizerType, student_model_name: str, teacher_model_name: str) -> None:
-    """Refuse a teacher whose tokenizer gives tokens other ids than the student's.
+    """Refuse a teacher whose tokenizer gives a token another id than the student's tokenizer.
 
     Args:
-        tokenizer: the student's.
-        teacher_model_name: hub id or folder of the teacher.
+        tokenizer: The student's tokenizer.
+        student_model_name: Hub id or folder of the student, for the message.
+        teacher_model_name: Hub id or folder of the teacher.
 
     Raises:
-        ConfigError: the vocabularies differ, or the teacher has no tokenizer.
+        ConfigError: The vocabularies differ, or the teacher has no tokenizer.
     """
     other = get_tokenizer(TokenizerConfig.build(name=teacher_model_name), section="teacher")
     compare_vocabularies(tokenizer, other, student_model_name, teacher_model_name)
@@ -107,7 +108,7 @@ def compare_vocabularies(student: TokenizerType, teacher: TokenizerType, student
     """Check that every token has the same id in both tokenizers.
 
     Raises:
-        ConfigError: they differ. Only logged if the environment variable `SKIP_CHECK` is set.
+        ConfigError: A token has different ids. With the environment variable `SKIP_CHECK` this is only logged.
     """
     difference = _difference(student.get_vocab(), teacher.get_vocab())
     if difference is None:
@@ -141,7 +142,7 @@ def _id(vocabulary: Mapping[str, int], token: str) -> str:
 
 
 def _vocab_size(model: PolicyConfig, section: str) -> int:
-    """Return the rows of the model's output head, which may exceed the number of tokens."""
+    """Return the number of rows of the model's output head, which may exceed the number of tokens."""
     config = load_model_config(model.model_name, model.hf_config_overrides, section=section)
     return int(config.get_text_config().vocab_size)
 

@@ -1,8 +1,7 @@
 """Set up runs of direct preference optimisation (arXiv 2305.18290), which learn from a preferred and a rejected answer.
 
 With `dpo.preference_loss=kto` the recipe is that of `kto`. Each batch also holds the log-probabilities of the initial
-model. Invariant: row 2i is the chosen answer of pair i
-and row 2i + 1 the rejected one, from the data to the loss.
+model. Invariant: from the data to the loss, row 2i is the chosen answer of pair i, and row 2i + 1 the rejected one.
 """
 
 from collections.abc import Mapping
@@ -30,7 +29,7 @@ MasterConfig = DPOMasterConfig
 
 @dataclass(frozen=True)
 class ReferenceLogprobs:
-    """Adds `reference_policy_logprobs [2P, T]` to a batch, as a `runtime.run.Stage`."""
+    """Stage that adds `reference_policy_logprobs [2P, T]` to a batch of P pairs (`runtime.run.Stage`)."""
 
     policy: PolicyInterface
     """The trained policy, which keeps its initial weights."""
@@ -69,4 +68,4 @@ def recipe(config: DPOMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
 
 
 setup = SupervisedSetup(DPOMasterConfig, recipe)
-"""Build a DPO run and start its workers; arguments and errors as in `grpo.setup`."""
+"""Build a DPO run and start its workers. Arguments and errors are those of `grpo.setup`."""

@@ -1,13 +1,13 @@
 """Build runs of group relative policy optimisation (arXiv 2402.03300), and re-export NeMo RL's names.
 
-One step: fresh weights to the engines, rollouts, log-probabilities (`scoring.PolicyScoring`), advantages
-(`CreditAssignment`, here), update (`runtime.run.train`). Every variant (DAPO, GSPO, Dr.GRPO, RLOO, REINFORCE++, CISPO
-...) is a value chosen here: a rollout source, an advantage estimator, a loss.
+In one step (`runtime.run.train`) the engines get the current weights and answer the prompts, log-probabilities are
+computed (`scoring.PolicyScoring`), `CreditAssignment` of this module computes advantages, and the policy is updated. A
+variant (DAPO, GSPO, Dr.GRPO, RLOO, REINFORCE++, CISPO ...) differs only in its rollout source, its advantage estimator
+and its loss, which this module chooses.
 
-Invariant: what can be refused before Ray starts is refused before; below this file no code sees a raw configuration
-dict. Samples without a reward enter no
-statistic; samples with one do, even if the loss leaves them out; and the reward on the trajectory stays as the
-environment gave it, for metrics.
+Invariants: whatever can be refused before Ray starts is refused before. No code that this module calls sees a raw
+configuration dict. Samples without a reward enter no statistic. Samples with a reward do, even if the loss leaves them
+out. The reward on the trajectory stays as the environment gave it, for metrics.
 """
 
 from collections.abc import Mapping, Sequence
@@ -97,7 +97,7 @@ def setup(
         master_config: the configuration: an object, or the dict that a file would hold, which is checked like a file.
         dataset: training prompts: an `AllTaskProcessedDataset` with your own processors, or anything with `len()`
             and `[i]` that gives a `DatumSpec`.
-        val_dataset: validation prompts of the same kinds; with `dataset` alone there is no validation.
+        val_dataset: validation prompts of the same kinds. If only `dataset` is given, there is no validation.
         environments: environments that reward answers, by task name: classes, objects, actors or clients; see
             `environments.user_environments.environment_of`.
         loss_fn: a `LossFunction`. A loss of your own gets `prev_logprobs` in every batch.
@@ -148,7 +148,7 @@ def recipe(config: GRPOMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
 
 
 class CreditAssignment:
-    """The stage that writes advantages into a batch: penalties, scaling, shaping, group statistics, whitening.
+    """Stage that writes advantages into a batch: penalties, scaling, shaping, group statistics, whitening.
 
     Args:
         config: the section `grpo`.
@@ -215,7 +215,7 @@ class CreditAssignment:
         }
 
     def _extras(self, trajectories: Sequence[Trajectory]) -> AdvantageExtras:
-        """Return the estimator's further inputs from samples, besides rewards and tokens."""
+        """Return the further arguments of the estimator, besides rewards and mask."""
         return {
             "group_ids": torch.tensor([t.group_index for t in trajectories]),
             "valid_mask": torch.tensor([float(t.reward is not None) for t in trajectories]),
@@ -225,7 +225,7 @@ class CreditAssignment:
         }
 
     def _set_fixed(self, advantages: Tensor, mask_BT: Tensor, trajectories: Sequence[Trajectory]) -> None:
-        """Write the fixed advantages of the section onto the tokens that they are for, in place."""
+        """Set the advantages that the section fixes for certain tokens, in place."""
         config = self._config
         if config.invalid_tool_call_advantage is not None:
             set_invalid_tool_calls(advantages, mask_BT, trajectories, config.invalid_tool_call_advantage)
@@ -233,7 +233,7 @@ class CreditAssignment:
             set_malformed_thinking(advantages, mask_BT, trajectories, config.malformed_thinking_advantage)
 
     def _components(self, trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
-        """Return penalised, scaled reward components by name, each `[B]`, without shaping (of total rewards only)."""
+        """Return reward components by name, each `[B]`, penalised and scaled. Shaping changes total rewards only."""
         names = sorted({name for t in trajectories for name in t.reward_components})
         rewards = {
             name: torch.tensor([t.after_penalties(t.reward_components.get(name, 0.0)) for t in trajectories])

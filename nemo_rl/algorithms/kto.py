@@ -1,9 +1,8 @@
 """Set up Kahneman-Tversky optimisation (KTO): training on single answers labelled desirable or undesirable.
 
 KTO is a loss of DPO runs (`dpo.preference_loss=kto`). Its batches also hold reference log-probabilities and the
-baseline z0, an estimate of how far the policy has moved from the reference. Invariant: the
-baseline belongs to the global batch and is computed once for it, before the batch is cut for training; no gradient
-flows through it.
+baseline z0, an estimate of how far the policy has moved from the reference. Invariant: the baseline is computed once
+for the global batch, before the batch is divided for training. No gradient flows through it.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -32,7 +31,7 @@ type Batch = BatchedDataDict[Any]
 
 
 def recipe(config: DPOMasterConfig, tokenizer: PreTrainedTokenizerBase, user_parts: UserParts = NOTHING) -> Recipe:
-    """Build the recipe of KTO, with the parts that the program passes, without starting anything."""
+    """Build the recipe of KTO without starting anything. `user_parts` are the parts that the caller passes."""
 
     def stages(models: Mapping[str, Policy]) -> list[Stage]:
         return [KTOPreparation(models["policy"], config.policy.max_total_sequence_length)]
@@ -49,7 +48,7 @@ def recipe(config: DPOMasterConfig, tokenizer: PreTrainedTokenizerBase, user_par
 
 @dataclass(frozen=True)
 class KTOPreparation:
-    """Adds to a batch of B rows what `KTOLossFn` needs, as a `runtime.run.Stage`.
+    """Stage that adds what `KTOLossFn` needs to a batch of B rows (`runtime.run.Stage`).
 
     z0 = max(0, mean over rows of log pi(y'|x) - log pi_reference(y'|x)), arXiv 2402.01306, section 4.1, where y' is
     the answer of another row of the batch.
@@ -58,7 +57,7 @@ class KTOPreparation:
     policy: PolicyInterface
     """The trained policy, which keeps its initial weights."""
     max_length: int
-    """Tokens of the longest row; a prompt with another row's answer is cut there."""
+    """Number of tokens of the longest row. A prompt joined with another row's answer is cut to this length."""
     name = "policy_and_reference_logprobs"
     roles = ("policy",)
 
@@ -89,15 +88,15 @@ def kl_estimate(current_BT: Tensor, reference_BT: Tensor, mask_BT: Tensor) -> fl
 
 
 def mismatched_rows(batch: Batch, max_length: int) -> Batch:
-    """Join the prompt of each row that counts with the answer of another such row.
+    """Join the prompt of each row that counts with the answer of another row that counts.
 
     Args:
         batch: `input_ids` and `token_mask` `[B, T]`, `input_lengths` and `sample_mask` `[B]`. The answer of a row
             begins with its first token that counts.
-        max_length: tokens of the longest row; longer rows are cut.
+        max_length: Number of tokens to which joined rows are cut.
 
     Returns:
-        `input_ids`, `token_mask` and `input_lengths`; no rows if fewer than two rows count.
+        `input_ids`, `token_mask` and `input_lengths`, without rows if fewer than two rows count.
     """
     prompts: list[Tensor] = []
     answers: list[Tensor] = []
@@ -124,7 +123,7 @@ def mismatched_rows(batch: Batch, max_length: int) -> Batch:
 
 
 def rotation(keys: Sequence[Hashable]) -> int:
-    """Return the smallest shift that moves a different key to as many places as possible, or 0 for fewer than two keys.
+    """Return the smallest rotation that changes the key at as many places as possible, or 0 for fewer than two keys.
 
     Example:
         >>> rotation(["a", "a", "b", "b"])
@@ -145,7 +144,7 @@ def _padded(rows: Sequence[Tensor]) -> Tensor:
 
 
 def _stacked(first: Batch, second: Batch) -> Batch:
-    """Join the rows of two batches for scoring."""
+    """Join the rows of two batches for scoring, padded to the same width."""
     if not second.size:
         return first
     width = max(batch["input_ids"].shape[1] for batch in (first, second))

@@ -5,8 +5,9 @@ One step (`runtime.run.train`):
     rollouts ─► log-probabilities ─► values ─► advantages, returns ─► critic's updates ─► policy's updates
                 scoring              critic    credit.token_credit   critic              critic.PolicyEpochs
 
-The critic is a second model of the run, the section `value`. Everything else is shared with GRPO: rollouts, weight
-sync, overlap, the loss of the policy. Invariant: advantages and returns of a step come from the weights at its start.
+The critic is a second model of the run, configured in the section `value`. Everything else is shared with GRPO:
+rollouts, weight sync, overlap, the loss of the policy. Invariant: the advantages and returns of a step are computed
+from the weights at the start of the step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,13 +56,13 @@ _OF_A_CRITIC = (
     ROW_INPUTS,
 )
 _NOT_OF_A_POLICY = ("values", "values_after", "returns")
-"""Columns that the policy's ranks would receive for nothing: its loss reads the advantages that follow from them."""
+"""Columns that are not sent to the policy's ranks. The loss reads the advantages, which are computed from them."""
 _OF_THE_BATCH = ("global_valid_seqs", "global_valid_toks", "num_valid_samples", "num_filtered_tokens")
-"""Counts of the batch, which several epochs would count several times."""
+"""Counts of the batch, which would be too high by the factor `epochs` if every epoch counted."""
 
 
 class Critic(Trainer, Protocol):
-    """A model with a scalar head, as the stages see it."""
+    """A model with a scalar head."""
 
     def get_values(self, data: BatchedDataDict[Any]) -> BatchedDataDict[ValueOutputSpec]:
         """Return the value of the state before each token."""
@@ -72,7 +73,7 @@ class Critic(Trainer, Protocol):
 
 @dataclass(frozen=True)
 class ValueInference:
-    """Adds the critic's values to a batch, as a `runtime.run.Stage`."""
+    """Stage that adds the critic's values to a batch (`runtime.run.Stage`)."""
 
     critic: Critic
     """The model that predicts rewards."""
@@ -85,9 +86,9 @@ class ValueInference:
     def apply(self, batch: StepBatch) -> dict[str, float]:
         """Write `values [B, T]` float32, where position t has the value of the state before token t.
 
-        With `continues_truncated` also `values_after [B]` float32, the value of the state after the last token of the
-        rows of truncated samples; 0 for other rows. Samples with several conversations are not continued: their program
-        has ended, even if one of its answers was cut.
+        With `continues_truncated`, also write `values_after [B]` float32: the value of the state after the last token
+        of a truncated sample, and 0 for all other rows. A sample with several conversations gets 0 even if one of its
+        answers was cut, because its program has ended.
         """
         tensors = batch.tensors
         tensors["values"] = self.critic.get_values(tensors)["values"]
@@ -105,15 +106,15 @@ class ValueInference:
 
 @dataclass(frozen=True)
 class CriticUpdate:
-    """Trains the critic on the returns, as a `runtime.run.Stage`."""
+    """Stage that trains the critic on the returns (`runtime.run.Stage`)."""
 
     critic: Critic
     """The model that is trained."""
     loss_fn: LossFunction
     epochs: int
-    """Passes over the samples of the step."""
+    """Number of passes over the samples of the step."""
     samples_per_update: int
-    """Samples of one optimizer update."""
+    """Number of samples of one optimizer update."""
 
     name = "value_training"
     roles = ("value",)
@@ -122,11 +123,11 @@ class CriticUpdate:
         """Make the updates of the step.
 
         Returns:
-            Metrics: `critic/loss`, `critic/grad_norm`, `critic/lr`, `critic/num_updates`, `critic/skipped_updates` and
-            `vf_clipfrac`, as means over the updates or as their number.
+            Metrics: `critic/loss`, `critic/grad_norm`, `critic/lr` and `vf_clipfrac`, as means over the updates, and
+            the counts `critic/num_updates` and `critic/skipped_updates`.
 
         Raises:
-            DataError: samples have branches, and do not divide into optimizer updates.
+            DataError: Samples have branches, and their rows do not divide into optimizer updates.
         """
         rows: BatchedDataDict[Any] = BatchedDataDict(
             {name: batch.tensors[name] for name in _OF_A_CRITIC if name in batch.tensors}
@@ -140,24 +141,25 @@ class CriticUpdate:
 
 @dataclass(frozen=True)
 class PolicyEpochs:
-    """Trains the policy in several passes over the samples of a step, as a `runtime.run.Trainer`."""
+    """Trainer that passes over the samples of a step several times (`runtime.run.Trainer`)."""
 
     policy: Trainer
     """The model that is trained."""
     epochs: int
-    """Passes over the samples of a step."""
+    """Number of passes over the samples of a step."""
     samples_per_update: int
-    """Rows of one optimizer update where the batch does not say it."""
+    """Number of rows of one optimizer update, if the caller gives no `gbs`."""
     critic_only_steps: int
-    """First steps in which only the critic is trained."""
+    """Number of steps at the start of the run in which only the critic is trained."""
     session: Session
 
     def train(
         self, data: BatchedDataDict[Any], loss_fn: AnyLossFunction, *, gbs: int | Sequence[int] | None = None
     ) -> TrainResult:
-        """Make all updates of a step, or none in the first steps (see `runtime.run.Trainer`).
+        """Make all updates of a step, or none while only the critic is trained (see `runtime.run.Trainer`).
 
-        The ranks do not receive values and returns. Counts of samples and tokens in the metrics are those of one epoch.
+        Values and returns are not sent to the ranks. Counts of samples and tokens in the metrics are those of one
+        epoch.
         """
         if self.session.step <= self.critic_only_steps:
             return _nothing_trained(data)
@@ -178,15 +180,15 @@ class PolicyEpochs:
 def train_in_epochs(
     model: Trainer, data: BatchedDataDict[Any], loss_fn: AnyLossFunction, gbs: int | Sequence[int], epochs: int
 ) -> TrainResult:
-    """Pass over the rows several times, in one call and always in the same order.
+    """Train on the rows several times, always in the same order and in one call of `model.train`.
 
     Args:
-        model: the model that is trained.
-        gbs: rows of each optimizer update, or of the updates of one pass.
-        epochs: number of passes.
+        model: The model that is trained.
+        gbs: Number of rows of each optimizer update, or a list of these numbers for the updates of one pass.
+        epochs: Number of passes.
 
     Raises:
-        DataError: the rows do not divide into updates of `gbs` rows; an update has rows of one pass only.
+        DataError: The rows do not divide into updates of `gbs` rows. Rows of two passes are never in one update.
     """
     if epochs == 1:
         return model.train(data, loss_fn, gbs=gbs)
@@ -233,7 +235,7 @@ def setup(
     loss_fn: LossFunction | None = None,
     started_at: float = 0.0,
 ) -> Run:
-    """Build a PPO run and start its workers, with `loss_fn` for the policy and else as in `grpo.setup`."""
+    """Build a PPO run and start its workers. `loss_fn` is the policy's loss, and all else is as in `grpo.setup`."""
     user_parts = UserParts(tokenizer, dataset, val_dataset, environments or {}, loss_fn)
     config = user_parts.checked(master_config, PPOMasterConfig)
     return start_run(config, recipe(config, user_parts), started_at)
@@ -283,14 +285,14 @@ def recipe(config: PPOMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
 
 
 def check_vocabulary(config: PPOMasterConfig, tokenizer: TokenizerType) -> None:
-    """Check that the critic, which reads the policy's token ids, means the same tokens by them.
+    """Check that every token has the same id for the critic as for the policy, whose token ids the critic reads.
 
     Args:
-        config: the run's configuration.
-        tokenizer: the policy's.
+        config: The run's configuration.
+        tokenizer: The policy's tokenizer.
 
     Raises:
-        ConfigError: a token has another id in the critic's tokenizer, or the tokenizer cannot be loaded.
+        ConfigError: A token has another id in the critic's tokenizer, or that tokenizer cannot be loaded.
     """
     value, policy = config.value, config.policy
     if value.model_name == policy.model_name:

@@ -1,6 +1,7 @@
-"""The choices of an algorithm that need no worker, from which `start.start_run` starts a run.
+"""Define the recipe of a run: the choices of its algorithm that need no worker.
 
-Each algorithm has a function `recipe` that makes them from the configuration and from the parts that a program passes.
+Each algorithm has a function `recipe` that makes these choices from the configuration and from the parts that the
+caller passes. `start.start_run` starts a run from them.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +22,7 @@ from nemo_rl.losses.loss_function import AnyLossFunction
 
 
 def no_stages(models: Mapping[str, Any]) -> list[Stage]:
-    """Return the stages of an algorithm whose loss needs nothing but the rows."""
+    """Return no stages, for an algorithm whose loss needs only the rows of the data."""
     return []
 
 
@@ -34,7 +35,7 @@ class Sampling:
     environments: Mapping[str, Any] = field(default_factory=dict)
     """User-supplied environments by task name, used instead of those in `env`; see `rollout.environments`."""
     review: ReviewSettings = field(default_factory=ReviewSettings)
-    """Notes on finished samples."""
+    """Settings of the review of finished samples, such as reward penalties."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +51,15 @@ class Recipe:
     roles: Mapping[str, Role]
     """Models by name; "policy" is trained on `loss_fn` and sampled from."""
     stages: Callable[[Mapping[str, Any]], list[Stage]] = no_stages
-    """Builds the stages of a step from the started models, or from objects that score as they do."""
+    """Function that builds the stages of a step from the started models, or from objects with the same methods."""
     trainer: Callable[[Mapping[str, Any], Session], Trainer] | None = None
-    """Builds what makes the updates, from the started models and the session; None: the policy does."""
+    """Function that builds the trainer from the started models and the session. If None, the policy is the trainer."""
     sampling: Sampling = field(default_factory=Sampling)
-    """Has no effect on a run with written rows; the fields below have none on a run that samples."""
+    """How answers are sampled, for runs that sample. The fields below are for runs on written rows."""
     collate: Collate = rl_collate_fn
     """Joins data into a batch."""
     rows_per_sample: int = 1
-    """Rows of a batch that one sample takes; 2 for pairs."""
+    """Number of rows of a batch that one sample takes: 2 for pairs."""
     validator: Callable[[LossValidator], Validate] | None = None
     """Replaces the validation that reports the loss."""
     validated_names: tuple[tuple[str, str], ...] | None = None

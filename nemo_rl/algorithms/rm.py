@@ -1,7 +1,7 @@
 """Set up and validate reward models, which learn to score answers from pairs of a preferred and a rejected one.
 
-Invariant: `sigmoid(chosen - rejected)` is the probability that the chosen answer is preferred; a calibrated model is
-right as often as this probability says.
+Invariant: `sigmoid(chosen - rejected)` is the probability that the chosen answer is preferred. For a calibrated model,
+it is also the share of pairs in which the chosen answer is preferred.
 """
 
 from collections.abc import Iterable
@@ -35,7 +35,7 @@ def recipe(config: RMMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
     set_seed(config.rm.seed)
     tokenizer = user_parts.tokenizer_of(config.policy)
     ensure_distinct_pad_token(tokenizer)
-    # A program that loads the model finds the end of a padded sequence by this token.
+    # A program that loads the model uses this token to find the end of a padded sequence.
     overrides = {"pad_token_id": tokenizer.pad_token_id} | (config.policy.hf_config_overrides or {})
     config.policy.hf_config_overrides = overrides
     configured = PreferenceLossFn(CentredMargin(config.rm.margin, config.rm.center_rewards_coefficient))
@@ -51,14 +51,14 @@ def recipe(config: RMMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
 
 
 setup = SupervisedSetup(RMMasterConfig, recipe)
-"""Build a reward-model run and start its workers; arguments and errors as in `grpo.setup`."""
+"""Build a reward-model run and start its workers. Arguments and errors are those of `grpo.setup`."""
 
 
 class Scorer(Protocol):
     """A reward model."""
 
     def score(self, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> BatchedDataDict[Any]:
-        """Compute `scores [B]` in passes of `micro_batch_size` rows, or of the configured size for None."""
+        """Return `scores [B]`, computed in passes of `micro_batch_size` rows. None is the configured size."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class RMValidator:
     scorer: Scorer
     """The reward model."""
     loss_fn: PreferenceLossFn
-    """As in training."""
+    """The loss of the training."""
     micro_batch_rows: int | None = None
-    """Rows of one pass of a rank; None: passes are formed as configured."""
+    """Number of rows of one pass of a rank. If None, the configured number."""
 
     def __call__(self, step: int) -> dict[str, float]:
         """Return loss, accuracy, mean scores, margin and calibration error over all valid pairs."""
@@ -93,14 +93,14 @@ class RMValidator:
 
 
 def calibration_error(margin_P: Tensor, num_bins: int = CALIBRATION_BINS) -> float:
-    """Return the expected calibration error (arXiv 1706.04599, equation 3) of the order predicted for each pair.
+    """Return the expected calibration error (arXiv 1706.04599, equation 3) of the predicted order of each pair.
 
-    Pairs are binned by confidence, `sigmoid(|margin|)` in 0.5 to 1; the result is the mean over pairs of the
-    distance between a bin's share of right orders (a tie counts half) and its mean confidence.
+    Pairs are binned by confidence, `sigmoid(|margin|)` in 0.5 to 1. The result is the mean over pairs of the distance
+    between the share of right orders in the pair's bin (a tie counts half) and the bin's mean confidence.
 
     Args:
-        margin_P: score of the chosen answer minus score of the rejected one.
-        num_bins: bins of equal width.
+        margin_P: Score of the chosen answer minus score of the rejected one.
+        num_bins: Number of bins, all of equal width.
 
     Example:
         >>> calibration_error(torch.zeros(4))

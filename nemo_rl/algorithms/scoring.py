@@ -22,11 +22,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PolicyScoring:
-    """Adds log-probabilities to a batch, as a `runtime.run.Stage`.
+    """Stage that adds log-probabilities to a batch (`runtime.run.Stage`).
 
-    `forward_passes` decides once which of the two forward passes a run needs. With one optimizer update per batch the
-    update's own forward pass sees the same weights as a separate one would, so `prev_logprobs` are left out and the
-    loss takes its current ones, detached: same numbers, a third less work.
+    `forward_passes` decides once which of the two forward passes a run needs. If a batch is trained on in one optimizer
+    update, the update's own forward pass uses the same weights as a separate pass would. `prev_logprobs` are then left
+    out, and the loss uses its current log-probabilities, detached, in their place. The results are the same, with a
+    third less work.
     """
 
     policy: ScoringModel
@@ -36,7 +37,7 @@ class PolicyScoring:
     needs_reference: bool
     """Whether `reference_policy_logprobs` are computed."""
     max_sequence_error: float | None = None
-    """Mask rows whose training/generation ratio exceeds this; None for never."""
+    """Rows whose training and generation log-probs disagree by more than this are masked. None masks no rows."""
     corrects_staleness: bool = False
     """Whether the loss itself accounts for stale tokens; see `apply`."""
 
@@ -49,13 +50,14 @@ class PolicyScoring:
         Without `prev_logprobs` the loss measures the mismatch of each sequence. It then needs the number of sequences
         that count, which is written as `num_counted_samples`.
 
-        The ratio of a loss is between the current policy and the one that sampled. For a token of the current weights
-        this is the policy before the update. For a stale token it is an older policy, whose weights no longer exist, so
-        the engine's log-probability (`generation_logprobs`) is used. With `corrects_staleness` all tokens have the
-        policy before the update, because the importance weights of the loss are relative to it.
+        The ratio in the loss compares the current policy with the policy that sampled. For a token sampled by the
+        current weights, the latter is the policy before the update. For a stale token it is an older policy, whose
+        weights no longer exist, so the engine's log-probability (`generation_logprobs`) is used. With
+        `corrects_staleness`, the policy before the update is used for all tokens, because the importance weights of the
+        loss are relative to it.
 
-        Metrics that compare policy and engine would then compare the engine's numbers with themselves, so they are left
-        out of a step with such tokens (`StepBatch.unmeasured`).
+        If engine log-probabilities are used, metrics that compare policy and engine would compare the engine with
+        itself. They are left out of such a step (`StepBatch.unmeasured`).
 
         Returns:
             Metrics of the mismatch of sequences, and of the mask that follows from it.
@@ -85,7 +87,7 @@ def corrects_staleness(config: PolicyGradientMasterConfig) -> bool:
 def policy_scoring(
     config: PolicyGradientMasterConfig, policy: ScoringModel, needs_prev: bool, needs_reference: bool
 ) -> PolicyScoring:
-    """Build the stage of a run, and log what it cannot measure (see `PolicyScoring`)."""
+    """Build the stage of a run, and log which metrics it cannot measure (see `PolicyScoring`)."""
     corrects = corrects_staleness(config)
     if config.algorithm.overlap.mode == "ahead" and not corrects:
         logger.info(
@@ -99,12 +101,12 @@ def policy_scoring(
 def forward_passes(config: PolicyGradientMasterConfig, loss_fn: LossFunction, *, for_credit: bool) -> tuple[bool, bool]:
     """Return whether a run needs `prev_logprobs` and reference log-probabilities (see `PolicyScoring`).
 
-    This holds for batches of the policy's current weights; `PolicyScoring` adds `prev_logprobs` to batches with stale
-    tokens. A loss of another kind than the configured one always gets `prev_logprobs`, and reference log-probabilities
-    if it or the configured loss needs them.
+    The answer is for batches that the current weights sampled. `PolicyScoring` adds `prev_logprobs` to batches with
+    stale tokens. A user's own loss always gets `prev_logprobs`. It gets reference log-probabilities if it or the
+    configured loss needs them.
 
     Args:
-        for_credit: whether advantages are computed from both.
+        for_credit: Whether advantages are computed from both kinds of log-probabilities.
     """
     on_policy = config.loss_fn.force_on_policy_ratio or config.updates_per_step <= 1
     own = not isinstance(loss_fn, ClippedPGLossFn)

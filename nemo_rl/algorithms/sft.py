@@ -21,7 +21,7 @@ MasterConfig = SFTMasterConfig
 
 
 def recipe(config: SFTMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
-    """Build the recipe of SFT, with the parts that the program passes, without starting anything.
+    """Build the recipe of SFT without starting anything. `user_parts` are the parts that the caller passes.
 
     Raises:
         ConfigError, DataError: the configuration or the data cannot be used.
@@ -42,4 +42,4 @@ def recipe(config: SFTMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
 
 
 setup = SupervisedSetup(SFTMasterConfig, recipe)
-"""Build an SFT run and start its workers; arguments and errors as in `grpo.setup`."""
+"""Build an SFT run and start its workers. Arguments and errors are those of `grpo.setup`."""

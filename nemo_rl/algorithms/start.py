@@ -7,10 +7,10 @@ The `recipe` of an algorithm makes the choices that need no worker, and `start_r
                                                                         └► ranks of further models ──────┘
                                                                           start_workers               RunParts.connect
 
-Without sampling there are no environments and engines. Engines that share GPUs with the policy start alone and go to
-sleep before a model starts, because an engine sizes its cache by the free memory of the device.
+Runs that do not sample have no environments and no engines. Engines that share GPUs with the policy start alone and go
+to sleep before a model starts, because an engine chooses the size of its cache by the free memory of the device.
 
-Invariant: nothing here knows a loss or an advantage; each part that was started is registered for shutdown before the
+Invariants: this module knows no loss and no advantage. Each part that was started is registered for shutdown before the
 next part starts.
 """
 
@@ -94,7 +94,7 @@ from nemo_rl.utils.logger import Logger
 logger = logging.getLogger(__name__)
 
 type TrainingConfig = RolloutMasterConfig | SupervisedMasterConfig
-"""The first samples the answers that it trains on, the second trains on written rows."""
+"""Configuration of a run that samples the answers that it trains on, or of a run that trains on written rows."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class SupervisedSetup[Config: SupervisedMasterConfig]:
 
     schema: type[Config]
     recipe: Callable[[Config, UserParts], Recipe]
-    """Makes the recipe of configuration and user-supplied parts."""
+    """Function that makes the recipe from the configuration and the user-supplied parts."""
 
     def __call__(
         self,
@@ -125,14 +125,14 @@ def start_run(config: TrainingConfig, recipe: Recipe, started_at: float = 0.0) -
     """Start Ray and all workers, and connect them.
 
     Args:
-        config: a checked configuration.
-        recipe: the algorithm's choices.
+        config: A checked configuration.
+        recipe: The choices of the algorithm.
         started_at: `time.perf_counter()` at process start, to report the time to the first step.
 
     Raises:
-        ConfigError, DataError, CheckpointError: the configuration, the data, a tracker or a checkpoint cannot be
-            used; raised before Ray starts.
-        ResourceInsufficientError: the cluster has fewer resources than requested.
+        ConfigError, DataError, CheckpointError: The configuration, the data, a tracker or a checkpoint cannot be used.
+            These errors are raised before Ray starts.
+        ResourceInsufficientError: The cluster has fewer resources than requested.
     """
     budget = StartBudget(started_at)
     check_recipe(config, recipe)
@@ -162,7 +162,7 @@ def start_run(config: TrainingConfig, recipe: Recipe, started_at: float = 0.0) -
 
 
 def check_recipe(config: TrainingConfig, recipe: Recipe) -> None:
-    """Check what a recipe adds to the configuration, before anything is opened."""
+    """Check the models and environments that a recipe adds to the configuration, before anything is opened."""
     check_added_models(config, recipe.roles)
     if isinstance(config, RolloutMasterConfig):
         check_engine_model(config.policy, config.cluster)
@@ -171,7 +171,7 @@ def check_recipe(config: TrainingConfig, recipe: Recipe) -> None:
 
 
 def open_rows(config: TrainingConfig, recipe: Recipe) -> Prompts:
-    """Build the stream of training prompts or rows, at its beginning."""
+    """Build the stream of training prompts or rows. It is at the beginning of the data."""
     if isinstance(config, RolloutMasterConfig):
         return training_stream(config, recipe.data.train, drawn_prompts(config.algorithm), recipe.collate)
     return training_stream(config, recipe.data.train, config.policy.train_global_batch_size, recipe.collate)
@@ -179,18 +179,18 @@ def open_rows(config: TrainingConfig, recipe: Recipe) -> Prompts:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A checked run with open folders, of which nothing has started."""
+    """A checked run with open folders, before anything is started."""
 
     config: TrainingConfig
     recipe: Recipe
     folders: RunFolders
     metrics: Logger
     num_steps: int
-    """Last step."""
+    """Number of the last step."""
 
 
 def open_run(config: TrainingConfig, recipe: Recipe, rows: Prompts, resources: ExitStack) -> RunPlan:
-    """Open folders and trackers of a run, and compare its memory with that of the machines."""
+    """Open folders and trackers of a run, and compare the predicted memory with the memory of the machines."""
     steps = num_steps(config, rows)
     folders = open_folders(config, recipe.roles, recipe.data.train, resources)
     folders.check_position(rows)
@@ -250,7 +250,7 @@ class RunWorkers:
     models: Mapping[str, Policy]
     """Controllers of the models, by role."""
     engines: EngineGroup | None
-    """Generation engines; None if nothing is sampled."""
+    """Generation engines. None if nothing is sampled."""
     environments: Mapping[str, Environment]
 
 
@@ -291,12 +291,12 @@ class Batches:
 
     source: BuiltSource
     validation: Validation | None
-    """None without validation data."""
+    """Validation of the run. None without validation data."""
 
 
 @dataclass(frozen=True)
 class RunParts:
-    """Connects the workers of a run with its session, and again after ranks were lost (a `recovery.Restartable`)."""
+    """Connects the workers of a run with its session, also after ranks were replaced (`recovery.Restartable`)."""
 
     plan: RunPlan
     workers: RunWorkers
@@ -313,7 +313,7 @@ class RunParts:
         return self.plan.folders.newest_checkpoint()
 
     def replace_ranks(self, lost: Collection[str], resume_path: Path | None) -> None:
-        """Replace ranks of models as `roles.replace_ranks`, with engines that work, but hold no shared device."""
+        """Revive the engines, free the devices that they share, and replace ranks by `roles.replace_ranks`."""
         config, engines = self.plan.config, self.workers.engines
         self.threads.close()
         if engines is not None:
@@ -360,7 +360,7 @@ class RunParts:
         return Connection(session, batches.source, stages, memory, trainer)
 
     def _sampled(self, config: RolloutMasterConfig, prompts: Prompts, memory: MemorySharing) -> Batches:
-        """Build what samples the batches of a run and validates by rollouts."""
+        """Build the source that samples the batches of a run, and the validation by rollouts."""
         recipe, workers, log_dir = self.plan.recipe, self.workers, self.plan.folders.log_dir
         algorithm, policy, engines, threads = config.algorithm, self.models["policy"], workers.engines, self.threads
         assert engines is not None, "a run that samples has engines"
@@ -396,7 +396,7 @@ class RunParts:
         return Batches(source, make_validation(recipe.data, algorithm, sampling, runner, report, refitter))
 
     def _written(self, config: SupervisedMasterConfig, rows: Prompts, memory: MemorySharing) -> Batches:
-        """Build what draws the batches of a run and validates by the loss."""
+        """Build the source that draws the batches of a run from written rows, and the validation by the loss."""
         recipe, algorithm = self.plan.recipe, config.algorithm
         stages = recipe.stages(self.models)
 
@@ -420,9 +420,9 @@ class RunParts:
 
 
 def source_of(config: RolloutMasterConfig, fresh: FreshRollouts) -> RolloutSource:
-    """Build the source of groups around freshly sampled ones: overlap, dynamic sampling, the user's own class.
+    """Build the source of groups: `fresh`, wrapped for overlap, dynamic sampling and the user's own source.
 
-    Groups are compared by the rewards that advantages are computed from, after scaling.
+    Dynamic sampling compares scaled rewards, because advantages are computed from them.
     """
     algorithm = config.algorithm
     source = with_overlap(fresh, algorithm)

@@ -1,6 +1,6 @@
 """Draw the batches of a run on written rows, and validate it on held-out rows.
 
-`sft`, `dpo`, `kto` and `rm` add their collation, loss and stages in their `recipe`; `start` connects the parts.
+`sft`, `dpo`, `kto` and `rm` add their collation, loss and stages in their `recipe`. `start` connects the parts.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,28 +25,28 @@ from nemo_rl.models.policy.workers.loss_calls import join_updates
 
 type Batch = BatchedDataDict[Any]
 type Validate = Callable[[int], dict[str, float]]
-"""Step -> metrics of a validation."""
+"""Function of a step that validates and returns metrics."""
 
 
 @dataclass(frozen=True)
 class LossValidator:
-    """Computes a loss on held-out data."""
+    """Validation that computes a loss on held-out data."""
 
     batches: Iterable[Batch]
     """Validation batches, iterated again for each validation."""
     stages: Sequence[Stage]
-    """As in training."""
+    """Stages of the training, which prepare the batches."""
     policy: Policy
     memory: MemorySharing
-    """Gives the stages and the policy their devices, where several models share them."""
+    """Gives the stages and the policy their devices if several models share them."""
     loss_fn: AnyLossFunction
     micro_batch_rows: int | None = None
-    """Rows of one pass of a rank; None forms passes as in training."""
+    """Number of rows of one pass of a rank. None forms passes as in training."""
     names: tuple[tuple[str, str], ...] | None = None
-    """Names in the report by the names of the loss's metrics; None reports all."""
+    """Pairs of a metric's name in the loss and its name in the report. None reports all metrics."""
 
     def __call__(self, step: int) -> dict[str, float]:
-        """Return metrics of the whole validation, with summed counts and other metrics averaged by these counts."""
+        """Return metrics of the whole validation: counts are summed, and other metrics are averaged by these counts."""
         batches = []
         for batch in self.batches:
             prepared = StepBatch(batch)
@@ -66,14 +66,14 @@ class LossValidator:
 
 @dataclass(frozen=True)
 class SupervisedValidation:
-    """Validates on several data sets separately."""
+    """Validation on several data sets, each with its own metrics."""
 
     whole: Validate | None
-    """Validates on the rows without a name; None if there are none."""
+    """Function that validates on the rows without a name. None if there are none."""
     named: Mapping[str, Validate]
-    """Validates on the rows of a name; their metric `m` is reported as `validation-<name>/m`."""
+    """Functions that validate on the rows of each name. Their metric `m` is reported as `validation-<name>/m`."""
     memory: MemorySharing
-    """Gives the policy its devices first."""
+    """Gives the policy its devices before the validation."""
 
     def __call__(self, step: int) -> dict[str, float]:
         """Return the metrics of all data sets."""
@@ -86,11 +86,11 @@ class SupervisedValidation:
 
 @dataclass(frozen=True)
 class WrittenBatches:
-    """Draws batches of written rows, each one optimizer update, as a `runtime.run.BatchSource`."""
+    """Source of batches of written rows, each for one optimizer update (`runtime.run.BatchSource`)."""
 
     rows: Prompts
     rows_per_sample: int
-    """Rows of a batch that one sample takes; 2 for pairs."""
+    """Number of rows of a batch that one sample takes: 2 for pairs."""
     was_changed = False
 
     def next_batch(self, step: int, phase: Phase) -> StepBatch:
@@ -117,14 +117,14 @@ class WrittenBatches:
 
 
 def validation_rows(policy: PolicyConfig, algorithm: SupervisedConfig, rows_per_sample: int) -> int | None:
-    """Return the rows of one validation pass, None if packing or dynamic batching is on."""
+    """Return the number of rows of one validation pass, or None if packing or dynamic batching is on."""
     if policy.sequence_packing.enabled or policy.dynamic_batching.enabled:
         return None
     return algorithm.val_micro_batch_size * rows_per_sample
 
 
 def validation_batches(algorithm: SupervisedConfig, rows: MixedDataset, collate: Collate) -> Iterable[Batch]:
-    """Return the batches of a validation on held-out rows, which can be iterated again."""
+    """Return an iterable of the batches of a validation on held-out rows. It can be iterated several times."""
     batch_size = min(algorithm.val_global_batch_size, len(rows))
     return build_loader(
         rows,
@@ -138,7 +138,7 @@ def validation_batches(algorithm: SupervisedConfig, rows: MixedDataset, collate:
 
 
 def collate_pairs(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> Collate:
-    """Return a function that joins pairs: row 2i is the chosen answer of pair i, row 2i + 1 the rejected one."""
+    """Return a function that collates pairs: row 2i is the chosen answer of pair i, row 2i + 1 the rejected one."""
     return collate_by(preference_collate_fn, policy, tokenizer, add_loss_mask=True)
 
 
@@ -148,11 +148,11 @@ def collate_by(
     tokenizer: PreTrainedTokenizerBase,
     **options: Any,
 ) -> Collate:
-    """Bind the run's tokenizer, the multiple of row lengths and options to a function of `data.collate_fn`."""
+    """Bind the tokenizer, the divisor of row lengths and further options to a collate function (`data.collate_fn`)."""
     multiple = policy.make_sequence_length_divisible_by
     return partial(function, tokenizer=tokenizer, make_sequence_length_divisible_by=multiple, **options)
 
 
 def from_section[T](kind: type[T], section: DPOConfig) -> T:
-    """Make a dataclass from the keys of a section that are its fields."""
+    """Make a dataclass. The values of its fields are the keys of the section with the same names."""
     return kind(**{field.name: getattr(section, field.name) for field in fields(kind)})  # type: ignore[arg-type]

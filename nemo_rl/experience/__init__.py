@@ -1,1 +1,1 @@
-"""Rollouts of a policy in environments, and the trajectories that they produce."""
+"""Sample rollouts of a policy in environments, as trajectories."""

@@ -1,8 +1,8 @@
-"""The conversations of a sample besides its first one, and what all conversations have in common.
+"""The conversations of a sample after its first one, and functions for the messages of any conversation.
 
-A program that edits or summarizes its history, runs sub-agents or samples in parallel makes calls of the model that do
-not continue each other. Each chain of calls is a conversation, of which `rows.rows_of` makes a row of the training
-batch.
+A program that edits or summarizes its history, runs sub-agents or samples in parallel makes model calls that do not
+continue each other. Each chain of calls is a conversation. `rows.rows_of` makes one row of the training batch from
+each.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,34 +22,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoredTokens:
-    """The place of a conversation's tokens and texts if it holds only their numbers (see `runners.stored`)."""
+    """Place of the tokens and texts of a conversation that holds only token counts (see `runners.stored`)."""
 
     path: Path
-    """Place of the row in the tree of the rows there."""
+    """Path of the conversation's row in the stored tree of rows."""
     index: int
-    """Its place among the rows."""
+    """Index of the row among the stored rows."""
     rows: "ObjectRef[PackedRows] | None" = None
-    """Reference of the tokens and texts of its group; None before the driver has it."""
+    """Reference of the tokens and texts of the conversation's group. None until the driver has it."""
 
 
 @dataclass
 class Branch:
     """A further conversation of a sample.
 
-    Each sampled token is trained once: a message that an earlier conversation of the sample trains is here without
-    `generation_logprobs`.
+    Each sampled token is trained once: if an earlier conversation of the sample trains a message, this conversation has
+    the message without `generation_logprobs`.
     """
 
     message_log: list[Message]
-    """As `Trajectory.message_log`."""
+    """Messages of the conversation, as in `Trajectory.message_log`."""
     prompt_length: int
-    """Tokens before the first response that has `generation_logprobs`."""
+    """Number of tokens before the first response that has `generation_logprobs`."""
     weight_versions: list[VersionSpan] = field(default_factory=list)
-    """As `Trajectory.weight_versions`; spans start at positions of this conversation."""
+    """Versions of the weights, as in `Trajectory.weight_versions`. Spans start at positions of this conversation."""
     trains: bool = True
     """False leaves the conversation out of the loss."""
     stored: StoredTokens | None = None
-    """As `Trajectory.stored`."""
+    """Place of the tokens, as in `Trajectory.stored`."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors and plain values for a checkpoint."""
@@ -67,7 +67,7 @@ class Branch:
 
 
 def messages_state(log: Sequence[Message]) -> list[Message]:
-    """Return a copy of messages for a checkpoint, which later changes of their tensors do not reach."""
+    """Return a copy of messages for a checkpoint. Later changes of the messages' tensors do not change the copy."""
     return [
         {name: value.clone() if isinstance(value, Tensor) else value for name, value in message.items()}
         for message in log
@@ -83,7 +83,7 @@ def num_tokens(log: Sequence[Message]) -> int:
 
 
 def num_written_tokens(log: Sequence[Message]) -> int:
-    """Return the number of tokens that the policy wrote, as its server has counted them where only that knows."""
+    """Return the number of tokens that the policy wrote, as counted by its server if the tokens are not known here."""
     total = 0
     for message in log:
         if "generation_logprobs" in message:
@@ -92,11 +92,11 @@ def num_written_tokens(log: Sequence[Message]) -> int:
 
 
 def spans_of_turns(log: Sequence[Message], start: int = 0) -> list[tuple[int, int]]:
-    """Return first token and end of each response turn.
+    """Return the positions of first token and end of each response turn.
 
     Args:
-        log: the messages of one conversation.
-        start: position of its first token.
+        log: The messages of one conversation.
+        start: Position of the conversation's first token.
     """
     spans = []
     for message in log:

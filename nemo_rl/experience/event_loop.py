@@ -1,14 +1,14 @@
-"""One asyncio loop in a background thread, on which all rollouts run.
+"""Run all rollouts on an asyncio loop in a background thread.
 
-Training code is synchronous. It passes a coroutine to the loop and waits with a deadline (`run`, `stream`), or starts
-it and continues (`start`):
+Training code is synchronous. It passes a coroutine to the loop and waits with a deadline (`run`, `stream`), or starts a
+coroutine and continues (`start`):
 
     training thread                          loop thread
     run / stream ── coroutine ─────────────► runs; cancelled when the caller stops waiting
     start ── coroutine ── BackgroundTask ──► runs on after the call; cancelled by `BackgroundTask.cancel` or `close`
     next wait on the loop ◄── failure ────── a background task failed and its result was not requested
 
-Invariant: the thread is a daemon and ends with `close`; the failure of a background task is raised or logged, with the
+Invariants: the thread is a daemon and ends with `close`. The failure of a background task is raised or logged, with the
 name of the task.
 """
 
@@ -40,26 +40,26 @@ class BackgroundTask[T]:
 
     def __init__(self, owner: "EventLoopThread", future: "concurrent.futures.Future[T]", name: str):
         self.name = name
-        """Name for errors and logs."""
+        """Name of the task in errors and logs."""
         self._owner = owner
         self.future = future
 
     @property
     def is_done(self) -> bool:
-        """True if it has finished, failed or been cancelled."""
+        """True if the task has finished, failed or been cancelled."""
         return self.future.done()
 
     @property
     def failure(self) -> BaseException | None:
-        """The exception that it raised, or None if it runs, has finished or was cancelled."""
+        """The exception that the coroutine raised. None while it runs, after success and after a cancellation."""
         return self.future.exception() if self.is_done and not self.future.cancelled() else None
 
     def wait(self, timeout_s: float) -> None:
         """Wait for the end, whether the coroutine finishes, fails or is cancelled.
 
         Raises:
-            DeadlineExceededError: it takes longer than `timeout_s`; the task runs on.
-            RayDiedError: the local Ray ended.
+            DeadlineExceededError: The task takes longer than `timeout_s`. It continues to run.
+            RayDiedError: The local Ray ended.
         """
         self._wait(timeout_s, check_local_ray)
 
@@ -67,14 +67,14 @@ class BackgroundTask[T]:
         """Wait for the end and return the result of the coroutine.
 
         Args:
-            timeout_s: limit for the wait; the task runs on after it.
+            timeout_s: Time limit of the wait. The task continues to run after it.
 
         Raises:
-            DeadlineExceededError: it takes longer than `timeout_s`.
-            RayDiedError: the local Ray ended.
-            concurrent.futures.CancelledError: the task was cancelled.
-            Exception: the failure of the coroutine, or of another task whose result was not requested. A note names the
-                task.
+            DeadlineExceededError: The task takes longer than `timeout_s`.
+            RayDiedError: The local Ray ended.
+            concurrent.futures.CancelledError: The task was cancelled.
+            Exception: The failure of the coroutine, or of another task whose result was not requested. A note names the
+            failed task.
         """
         self._wait(timeout_s, partial(self._owner.check, except_for=self))
         self._owner.note_as_seen(self)
@@ -101,7 +101,7 @@ class BackgroundTask[T]:
 
 
 def wait_for_any(tasks: Iterable[BackgroundTask[Any]], timeout_s: float) -> bool:
-    """Wait until one of some tasks has ended, or return False if none has after `timeout_s`.
+    """Wait until one of the tasks has ended. Return False if none has after `timeout_s`.
 
     Raises:
         RayDiedError: the local Ray ended.
@@ -126,7 +126,7 @@ class EventLoopThread:
         self._background: set[BackgroundTask[Any]] = set()
         """Tasks that run, and failed tasks whose failure has not been raised yet."""
         self._gate: asyncio.Event | None = None
-        """Tasks that are started together wait for it."""
+        """Event that tasks which are started together wait for."""
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-loop", daemon=True)
         self._thread.start()
 
@@ -137,8 +137,8 @@ class EventLoopThread:
         the failure, or `close` logs it.
 
         Args:
-            coroutine: the work. It sets its own deadlines; `close` cancels it.
-            name: for errors and logs.
+            coroutine: The work. It sets its own deadlines. `close` cancels it.
+            name: Name of the task in errors and logs.
         """
         work = coroutine if self._gate is None else _after(self._gate, coroutine)
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -149,9 +149,9 @@ class EventLoopThread:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Begin all tasks that are started within in one iteration of the loop, so that what they send goes together.
+        """Begin all tasks that are started in the `with` block in one iteration of the loop.
 
-        For the thread that starts tasks; others must not start any meanwhile.
+        Their first requests are then sent together. Only one thread may start tasks during the block.
         """
         gate = self._gate = asyncio.Event()
         try:
@@ -168,11 +168,11 @@ class EventLoopThread:
         """Raise the errors that end every wait on this loop.
 
         Args:
-            except_for: a task whose own failure is not raised.
+            except_for: Task whose own failure is not raised.
 
         Raises:
-            RayDiedError: the local Ray ended.
-            Exception: the failure of a background task whose result was not requested; a note names the task.
+            RayDiedError: The local Ray ended.
+            Exception: The failure of a background task whose result was not requested. A note names the task.
         """
         check_local_ray()
         for task in list(self._background):
@@ -182,11 +182,11 @@ class EventLoopThread:
                 raise task.failure
 
     def note_as_seen(self, task: BackgroundTask[Any]) -> None:
-        """Forget a background task whose result or failure has reached its owner."""
+        """Forget a background task whose result or failure the caller has received."""
         self._background.discard(task)
 
     def run[T](self, coroutine: Coroutine[Any, Any, T], timeout_s: float, phase: str) -> T:
-        """Run a coroutine to its end, and raise the errors of `stream`."""
+        """Run a coroutine to its end and return its result. The errors are those of `stream`."""
 
         def start(_: Callable[[None], None]) -> Coroutine[Any, Any, T]:
             return coroutine
@@ -209,18 +209,19 @@ class EventLoopThread:
         """Run a coroutine, and yield the items that it passes on while it runs.
 
         Args:
-            start: makes the coroutine, which passes an item on by calling the argument.
-            timeout_s: limit for the whole coroutine. When it is cancelled, its end is awaited for `CLEAN_UP_S`.
-            describe: describes the pending work; called at the deadline.
-            num_expected: number of items, for the console; None: not known.
+            start: Function that makes the coroutine. The coroutine passes on an item by calling the function's argument
+                with it.
+            timeout_s: Time limit of the whole coroutine. If it is cancelled, its end is awaited for `CLEAN_UP_S`.
+            describe: Function that describes the pending work. It is called at the deadline.
+            num_expected: Number of items for the console. None if unknown.
 
         Returns:
-            What the coroutine returns.
+            The return value of the coroutine.
 
         Raises:
-            DeadlineExceededError: it takes longer than `timeout_s`; it is cancelled.
-            RayDiedError: the local Ray ended; the coroutine's own result or error is dropped.
-            Exception: what the coroutine raised, or a background task, see `check`.
+            DeadlineExceededError: The coroutine takes longer than `timeout_s`. It is cancelled.
+            RayDiedError: The local Ray ended. The coroutine's own result or error is discarded.
+            Exception: The error of the coroutine, or of a background task, see `check`.
         """
         end = time.monotonic() + timeout_s
         ended = threading.Event()
@@ -253,7 +254,7 @@ class EventLoopThread:
     def close(self) -> None:
         """Cancel all tasks of the loop, stop it, and log failures that were never raised.
 
-        Waits at most `CLEAN_UP_S` for the tasks to end. A warning names background tasks that do not end.
+        The wait for the tasks is at most `CLEAN_UP_S`. A warning names background tasks that do not end.
         """
         ended = asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop)
         with contextlib.suppress(TimeoutError, RuntimeError):
@@ -278,7 +279,7 @@ class EventLoopThread:
 
 
 async def _after[T](gate: asyncio.Event, coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine when the gate is open."""
+    """Wait for the event `gate`, then run a coroutine."""
     try:
         await gate.wait()
     except asyncio.CancelledError:

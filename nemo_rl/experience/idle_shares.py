@@ -1,4 +1,4 @@
-"""Measure which share of the time the trainer, the engines and the environments have nothing to do."""
+"""Measure the shares of time in which the trainer, the engines and the environments are idle."""
 
 import math
 import time
@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class BusySeconds:
-    """Time with work, since the start of the run."""
+    """Seconds of work since the start of the run."""
 
     engines: list[float]
-    """For each engine, seconds with an open request; NaN while it does not run."""
+    """For each engine, the seconds with an open request, or NaN while the engine does not run."""
     environments: float
     """Seconds in which an environment opened an episode or took a turn."""
 
@@ -26,7 +26,7 @@ class IdleShares:
     """Shares of idle time from step to step."""
 
     busy: Callable[[], BusySeconds]
-    """Returns the time with work until now."""
+    """Function that returns the seconds of work until now."""
     _waited_s: float = field(default=0.0, init=False)
     _last: tuple[float, BusySeconds] = field(init=False)
 
@@ -45,8 +45,9 @@ class IdleShares:
     def since_last_call(self) -> dict[str, float]:
         """Return the shares of the time since the last call, from 0 (always busy) to 1, to be logged under `idle/`.
 
-        `trainer` is the share that it waited for weights to be sent and for groups; `engines` is the mean over the
-        running engines of the share without an open request; `environments` the share without an open episode step.
+        `trainer` is the share of time that training waited for weights to be sent or for groups. `engines` is the mean,
+        over running engines, of the share of time without an open request. `environments` is the share of time without
+        an open environment step.
         """
         now, busy = time.perf_counter(), self.busy()
         since, before = self._last

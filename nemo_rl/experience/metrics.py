@@ -1,7 +1,7 @@
-"""Compute metrics of a set of trajectories, under the field's names.
+"""Compute metrics of a set of trajectories, under the usual names of the field.
 
-Invariant: means over rewards use only samples that have one; how many have none is a separate metric; a mean of nothing
-is left out.
+Invariant: means over rewards use only samples that have a reward. The number of samples without a reward is a separate
+metric. The mean of no values is left out.
 """
 
 import math
@@ -22,7 +22,7 @@ OF_AN_ENVIRONMENT = (
     "ended_by_failure",
     "ended_by_abort",
 )
-"""Metrics of training that a run of several environments has for each of them."""
+"""Training metrics that a run with several environments logs for each environment."""
 
 
 def mean(values: Sequence[float]) -> float:
@@ -31,7 +31,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def mean_metrics(collections: Sequence[Rollouts]) -> dict[str, float]:
-    """Join metrics of several collections, each by its mean over collections that have it, weighted by trajectories."""
+    """Average each metric over the collections that have it, weighted by their numbers of trajectories."""
     values: dict[str, list[tuple[float, int]]] = defaultdict(list)
     for collection in collections:
         for name, value in collection.metrics.items():
@@ -40,7 +40,7 @@ def mean_metrics(collections: Sequence[Rollouts]) -> dict[str, float]:
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Compute the metrics of a training collection, logged under `train/`, with reward metrics if there are rewards."""
+    """Compute the metrics of a training collection, logged under `train/`, without means that have no values."""
     lengths = [t.length for t in trajectories]
     prompts = [t.num_prompt_tokens for t in trajectories]
     responses = [t.response_length for t in trajectories]
@@ -79,7 +79,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _agents(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Add up the events between programs and the endpoint, or return no metrics without a program."""
+    """Sum the events between programs and the endpoint. Without programs, return no metrics."""
     counts = [t.agent_counts for t in trajectories if t.agent_counts]
     if not counts:
         return {}
@@ -88,19 +88,19 @@ def _agents(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _endings(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Compute the share of the episodes that each cause has ended, with 1 as the sum."""
+    """Compute for each cause the share of episodes that it ended. The shares sum to 1."""
     counts = Counter(t.ended_by for t in trajectories)
     return {f"ended_by_{ending}": counts[ending] / max(len(trajectories), 1) for ending in Ending}
 
 
 def _prefix_hits(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Compute the share of later turns that an engine continued with the keys and values that it held."""
+    """Compute the share of later turns for which an engine still held the keys and values of the turns before."""
     later = sum(max(t.num_turns - 1, 0) for t in trajectories)
     return {"prefix_hit_rate": sum(t.num_prefix_hits for t in trajectories) / later} if later else {}
 
 
 def _branches(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Compute the number of rows, and of branches per sample, if a sample has branches."""
+    """Return the number of rows and the branches per sample, or no metrics if no sample has branches."""
     counts = [len(t.branches) for t in trajectories]
     if not any(counts):
         return {}
@@ -117,9 +117,9 @@ def metrics_by_environment(
     """Compute metrics for the samples of each environment, as `<environment>/<name>`.
 
     Args:
-        trajectories: samples of any environments.
-        tasks: names of the environments of the run; with fewer than two there is nothing to tell apart.
-        names: metrics of `rollout_metrics`.
+        trajectories: Samples of any environments.
+        tasks: Names of the environments of the run. With fewer than two, no metrics are returned.
+        names: Names of metrics of `rollout_metrics`.
     """
     metrics: dict[str, float] = {}
     for task in tasks if len(tasks) > 1 else ():
@@ -130,7 +130,7 @@ def metrics_by_environment(
 
 
 def _known(metrics: dict[str, float]) -> dict[str, float]:
-    """Leave out the means of nothing."""
+    """Leave out metrics that are NaN, the means of no values."""
     return {name: value for name, value in metrics.items() if not math.isnan(value)}
 
 
@@ -145,9 +145,10 @@ def _component_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 def validation_metrics(trajectories: Sequence[Trajectory], num_generations: int) -> dict[str, float]:
     """Compute the metrics of a validation.
 
-    `accuracy` is the mean reward, `pass_k` the share of prompts that are solved at least once. An answer solves its
+    `accuracy` is the mean reward. `pass_k` is the share of prompts that are solved at least once. An answer solves its
     prompt if its reward is above 0. A sample whose grading failed counts as not solved in `pass_k` and is left out of
-    `accuracy`; `num_reward_errors` counts such samples. Penalties change neither; their metrics are as in training.
+    `accuracy`. `num_reward_errors` counts such samples. Penalties change neither `accuracy` nor `pass_k`. The metrics
+    of penalties are those of training.
     """
     rewards = [t.reward for t in trajectories if t.reward is not None]
     metrics = {

@@ -1,7 +1,7 @@
-"""Penalties: each says in which turns of an answer something is wrong.
+"""Define penalties, each of which finds the turns of an answer in which something is wrong.
 
-Invariant: a penalty sees what the model wrote and nothing else, neither the reward nor other answers, so it says the
-same wherever and whenever an answer is looked at.
+Invariant: a penalty gets only the text and tokens that the model wrote, neither the reward nor other answers. So its
+result for an answer is always the same.
 """
 
 import re
@@ -20,17 +20,17 @@ from nemo_rl.utils.named_parts import Registry
 _WORD = re.compile(r"[぀-ヿ㐀-鿿가-힯]|\w+")
 """A word, or a character of a script that is written without spaces."""
 _RUN = 8
-"""Words that have to be equal in a row to count as repeated."""
+"""Number of consecutive words, a run, that must be equal to count as repeated."""
 _FEWEST_WORDS = 40
-"""Words of reasoning below which nothing counts as a repetition."""
+"""Number of words of reasoning below which nothing counts as repeated."""
 _COPIED = 0.8
-"""Share of the runs of the reasoning that a final answer has, from which on it repeats the reasoning."""
+"""Share of the reasoning's runs at which a final answer that contains them counts as a repetition."""
 _REPEATED = 1 / 3
-"""Share of the runs of the reasoning that occur earlier in it, above which it repeats itself."""
+"""Share of the reasoning's runs that occur earlier in it, above which the reasoning repeats itself."""
 
 
 class RewardPenalty(Protocol):
-    """A penalty, of which each process that plays rollouts constructs its own object."""
+    """A penalty. Each process that plays rollouts constructs its own object."""
 
     def offending(self, turns: Sequence[SampledTurn]) -> Collection[int]:
         """Return the numbers, from 0, of the turns in which something is wrong.
@@ -78,13 +78,13 @@ class UnwantedTokens:
 def repeats(reasoning: Sequence[str], final_answer: str) -> bool:
     """Return whether a final answer repeats its reasoning, or the reasoning repeats itself.
 
-    What is compared are runs of 8 words, without case, punctuation and white space. Reasoning of less than 40 words
-    never counts as repeated. The reasoning repeats itself if more than a third of its runs occur earlier in it. The
-    answer repeats it if it has at least 80 % of the reasoning's runs.
+    Runs of 8 words are compared, without case, punctuation and white space. Reasoning of less than 40 words never
+    counts as repeated. The reasoning repeats itself if more than a third of its runs occur earlier in it. The answer
+    repeats the reasoning if it has at least 80 % of the reasoning's runs.
 
     Args:
-        reasoning: texts of the thinking.
-        final_answer: text after it.
+        reasoning: Texts of the thinking.
+        final_answer: Text after the thinking.
     """
     words = _words(" ".join(reasoning))
     if len(words) < _FEWEST_WORDS:
@@ -105,35 +105,35 @@ def _runs(words: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 PENALTIES: Registry[RewardPenalty] = Registry("reward penalty", RewardPenalty)
-"""Penalties of the user's own (`reward_penalties.own`), constructed with their `kwargs`."""
+"""User-defined penalties (`reward_penalties.own`), constructed with their `kwargs`."""
 
 type Review = Callable[[Sequence[Trajectory]], None]
-"""Notes what it finds on the finished samples of a group."""
+"""Function that stores its findings on the finished samples of a group."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The findings of a review of one answer."""
+    """The result of the review of one answer."""
 
     penalties: dict[str, list[int]]
-    """For each penalty that is switched on, the turns to which it applies; empty for none."""
+    """Numbers of the turns to which each enabled penalty applies, by the name of the penalty."""
     malformed_thinking: list[tuple[int, int]]
-    """First token and end of each tag that is out of place, as positions in the conversations laid end to end."""
+    """First token and end of each tag that is out of place, as positions in the concatenated conversations."""
     num_thinking_tokens: int
-    """Tokens of thinking in all turns."""
+    """Number of tokens of thinking in all turns."""
 
 
 @dataclass(frozen=True)
 class AnswerReview:
-    """Reviews answers, as a `Review`."""
+    """Review that looks for malformed thinking and applies penalties."""
 
     reader: ThinkingReader
-    """Finds thinking tags."""
+    """Reader that finds thinking tags."""
     penalties: Mapping[str, RewardPenalty]
     """Penalties by name."""
 
     def __call__(self, samples: Sequence[Trajectory]) -> None:
-        """Review samples that have a reward, since other samples train nothing."""
+        """Review the samples that have a reward. Other samples are not trained on."""
         for sample in samples:
             if sample.reward is None:
                 continue
@@ -147,7 +147,7 @@ class AnswerReview:
             sample.num_thinking_tokens = verdict.num_thinking_tokens
 
     def judge(self, token_ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> Verdict:
-        """Review one answer that is one conversation, with the arguments and errors of `judge_all`."""
+        """Review an answer that has one conversation. Arguments and errors are those of `judge_all`."""
         return self.judge_all([(token_ids, spans)])
 
     def judge_all(self, conversations: Sequence[tuple[Sequence[int], Sequence[tuple[int, int]]]]) -> Verdict:
@@ -156,10 +156,10 @@ class AnswerReview:
         Turns are numbered through all conversations of the answer.
 
         Args:
-            conversations: for each, its whole sequence of tokens, and first token and end of each sampled turn in it.
+            conversations: All tokens of each conversation, and the first token and end of each sampled turn in it.
 
         Raises:
-            ValueError: a penalty names a turn that does not exist.
+            ValueError: A penalty names a turn that does not exist.
         """
         turns: list[SampledTurn] = []
         malformed: list[tuple[int, int]] = []
@@ -185,7 +185,7 @@ class AnswerReview:
 
 
 def nothing(samples: Sequence[Trajectory]) -> None:
-    """Note nothing, as the `Review` of a run without penalties."""
+    """Do nothing: the `Review` of a run without penalties."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class ReviewSettings:
         """Build the review.
 
         Raises:
-            ConfigError: tokens do not exist, or a penalty of the user's own cannot be used.
+            ConfigError: Configured tokens do not exist, or a user-defined penalty cannot be used.
         """
         penalties = self.penalties
         if not (penalties.built_in or penalties.own or self.effort_levels or self.marks_malformed):
@@ -211,7 +211,7 @@ class ReviewSettings:
 
 
 def named_penalties(config: RewardPenaltyConfig, tokenizer: Any) -> dict[str, RewardPenalty]:
-    """Build the penalties that are switched on.
+    """Build the enabled penalties, by name.
 
     Raises:
         ConfigError: an unwanted token does not exist or ends each answer, or a class cannot be used.
@@ -238,10 +238,10 @@ def named_penalties(config: RewardPenaltyConfig, tokenizer: Any) -> dict[str, Re
 
 
 def review_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Compute the metrics of samples, none of them if the run has neither penalties nor levels.
+    """Compute the metrics of reviewed samples. Without penalties and effort levels there are none.
 
-    `penalized_by_<name>` is the share of the reviewed samples to which a penalty applies, `penalized_rate` that of
-    samples to which any applies, `penalized_reward` the mean reward after penalties.
+    `penalized_by_<name>` is the share of reviewed samples to which this penalty applies, `penalized_rate` the share of
+    samples to which any penalty applies, and `penalized_reward` the mean reward after penalties.
     """
     reviewed = [t for t in trajectories if t.num_thinking_tokens is not None]
     if not reviewed:
@@ -259,7 +259,7 @@ def review_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _by_effort(reviewed: Sequence[Trajectory]) -> dict[str, float]:
-    """Compute number, reward and lengths of the samples of each level, as `effort/<level>/<name>`."""
+    """Compute number, reward and lengths of the samples of each effort level, as `effort/<level>/<name>`."""
     metrics: dict[str, float] = {}
     for level in sorted({t.effort for t in reviewed if t.effort is not None}):
         own = [t for t in reviewed if t.effort == level]

@@ -1,7 +1,7 @@
 """Let environments correct the rewards of finished groups and collections, and report metrics about them.
 
-Invariant: a reward that an environment does not change stays the same number, bit for bit; an environment that fails
-here changes nothing.
+Invariants: a reward that an environment does not change keeps its value, bit for bit. An environment that fails here
+changes nothing.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ type _Batch = BatchedDataDict[Any]
 
 
 class PostProcessor(Protocol):
-    """The part of an environment that is about finished groups and collections."""
+    """The methods of an environment that process finished groups and collections."""
 
     @property
     def post_processes_groups(self) -> bool:
@@ -38,8 +38,8 @@ async def post_process(
     """Let each environment correct the rewards of its own trajectories, in place.
 
     Args:
-        environments: by task name; trajectories of other tasks stay as they are.
-        trajectories: of one group, or of a whole collection.
+        environments: Environments by task name. Trajectories of other tasks stay as they are.
+        trajectories: Trajectories of one group, or of a whole collection.
 
     Returns:
         The environments' metrics as `<environment>/<name>`.

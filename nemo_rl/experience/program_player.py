@@ -1,6 +1,6 @@
-"""The interface for players of agent environments, which `nemo_rl.agents` implements.
+"""Define the interface of the player of agent environments, which `nemo_rl.agents` implements.
 
-Rollouts without agents never import that package.
+Rollouts without agents never import `nemo_rl.agents`.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -21,15 +21,15 @@ AGENT_PLAYER = "nemo_rl.agents.endpoint.player.AgentPlayer"
 
 
 class PlayedProgram(Protocol):
-    """The end of a program."""
+    """Result of a program that has ended."""
 
     @property
     def step(self) -> StepResult:
-        """The result of its environment."""
+        """Step result of the program's environment."""
 
     @property
     def spread_reward(self) -> Callable[[], None]:
-        """A function that divides the reward over the response turns, once the sample has it."""
+        """Function that divides the reward over the response turns. It is called when the sample has its reward."""
 
 
 class ProgramPlayer(Protocol):
@@ -48,14 +48,15 @@ class ProgramPlayer(Protocol):
         """Run the program of a sample to its end, and write the program's answers into the sample.
 
         Args:
-            sample: has only its prompt.
-            step_of: the method `step` of its environment.
-            sampling: the sampling parameters of the run.
-            seed_of: makes the seeds of answers.
-            trains: whether the policy is trained on the sample.
+            sample: The sample, which has only its prompt.
+            section: Keys of the sample's environment.
+            step_of: Method `step` of the sample's environment.
+            sampling: Sampling parameters of the run.
+            seed_of: Function that makes the seeds of answers.
+            trains: Whether the policy is trained on the sample.
 
         Raises:
-            Exception: an engine cannot answer any more, or the environment cannot be kept running.
+            Exception: An engine cannot answer any more, or the environment cannot be kept running.
         """
 
 
@@ -66,7 +67,7 @@ def make_program_player(
     text_rules: TextRules,
     endpoint: AgentEndpointConfig,
 ) -> ProgramPlayer:
-    """Import and make the player of agent environments, whose endpoint starts with the first sample.
+    """Import and make the player of agent environments. Its endpoint starts with the first sample.
 
     Raises:
         ConfigError: a package of the extra `agents` is not installed.

@@ -1,12 +1,12 @@
-"""The state of samples that are being played, for the checkpoint of a run that samples ahead.
+"""Keep the state of samples that are being played, for the checkpoint of a run that samples ahead.
 
     RolloutRunner.play_group ─► GroupProgress.begin ─► SamplePlayer notes what each sample waits for
-    checkpoint ─► states_of: asks the engines for the responses so far, while all samples are played on
+    checkpoint ─► states_of: asks the engines for the responses so far, while sampling continues
     resumed run ─► GroupProgress(stored=...) ─► begin ─► samples continue where they were
 
 A sample waits for its response or for its environment, or is finished. Its state is the trajectory so far, the tokens
 of the response that is being sampled, and the environment's metadata. Invariant: a state has all tokens that the engine
-had sampled when it was asked, so nothing is thrown away because it took long.
+had sampled when it was asked, so a resumed run does not sample them again.
 """
 
 import asyncio
@@ -29,7 +29,8 @@ from nemo_rl.models.generation.interfaces import (
 )
 
 _MOST_ROUNDS = 10
-"""Times that engines are asked about samples that have started another turn meanwhile; then that turn starts again."""
+"""Number of times that engines are asked for turns that have started meanwhile. A resumed run samples later turns
+again."""
 
 
 @dataclass(eq=False)
@@ -37,19 +38,19 @@ class SampleProgress:
     """One sample that is being played."""
 
     sample: Trajectory
-    """Its trajectory so far."""
+    """Trajectory of the sample so far."""
     is_open: bool = False
-    """Its episode was opened."""
+    """Whether the sample's episode was opened."""
     is_finished: bool = False
-    """Nothing more happens to it."""
+    """Whether the sample is finished."""
     stops: list[str] | None = None
-    """Stop strings of the turn, besides those of the run."""
+    """Stop strings of the turn, in addition to those of the run."""
     request: GenerationRequest | None = None
-    """The request that the sample waits for; None if it waits for its environment."""
+    """Request that the sample waits for. None if it does not wait for a response."""
     so_far: ResponseSoFar = field(default_factory=ResponseSoFar.nothing)
-    """First part of the turn's response, sampled by an earlier run."""
+    """First part of the turn's response, if an earlier run sampled it."""
     finish_reason: FinishReason | None = None
-    """End of the response that the environment has to answer; None while there is none."""
+    """Finish reason of the response that the environment has to answer. None if there is no such response."""
 
     def num_tokens(self, response: ResponseSoFar) -> int:
         """Return the number of sampled tokens, including tokens of the response that is being sampled."""
@@ -74,7 +75,7 @@ class SampleProgress:
         }
 
     def _trajectory(self) -> dict[str, Any]:
-        """Return the state of the trajectory, which later turns do not change."""
+        """Return the state of the trajectory. Later turns do not change the returned state."""
         without_inputs = replace(self.sample, row_inputs=None)  # they come with the prompt
         return without_inputs.state_dict() | {
             "extra_env_info": self.sample.extra_env_info,
@@ -87,7 +88,7 @@ class SampleProgress:
         """Rebuild a sample from its `state_dict`.
 
         Args:
-            start: the same sample before its first turn; gives what belongs to the prompt.
+            start: The same sample before its first turn, with the values that belong to the prompt.
         """
         sample = Trajectory.from_state(state["trajectory"])
         sample.group_index, sample.chat, sample.row_inputs = start.group_index, start.chat, start.row_inputs
@@ -119,14 +120,14 @@ class GroupProgress:
     """The samples of one prompt that are being played."""
 
     stored: Sequence[Mapping[str, Any] | None] = ()
-    """States of the samples in a checkpoint, None for one that starts from its prompt; empty: all do."""
+    """States of the samples in a checkpoint. A sample without a state starts from its prompt. If empty, all do."""
     samples: list[SampleProgress] = field(default_factory=list)
-    """Empty before the group begins."""
+    """Samples of the group. Empty until `begin` is called."""
     rollouts: Rollouts | None = None
-    """The finished and post-processed samples; None before that."""
+    """The finished and post-processed samples. None before the group is finished."""
 
     def begin(self, starts: Sequence[Trajectory]) -> list[SampleProgress]:
-        """Begin to play the group, each sample from its state on, and return the samples.
+        """Begin to play the group, and return its samples. A stored sample continues from its state.
 
         Args:
             starts: the samples before their first turn.
@@ -148,12 +149,12 @@ class StoredSamples:
     """The samples of an unfinished group, for a checkpoint."""
 
     states: list[Mapping[str, Any] | None]
-    """As `GroupProgress.stored`."""
+    """States of the samples, as in `GroupProgress.stored`."""
     num_lost_tokens: int
-    """Sampled tokens of samples without a state."""
+    """Number of sampled tokens of the samples without a state."""
 
     def without_states(self) -> "StoredSamples":
-        """Return a group whose samples all start from the prompt."""
+        """Return the same group without states, so that all its samples start from the prompt."""
         num_stored = sum(num_stored_tokens(state) for state in self.states if state is not None)
         return StoredSamples([], self.num_lost_tokens + num_stored)
 
@@ -161,16 +162,16 @@ class StoredSamples:
 async def states_of(
     groups: Sequence[GroupProgress], generation: GenerationInterface, can_continue: Callable[[Trajectory], bool]
 ) -> list[StoredSamples | None]:
-    """Return the samples of groups that are being played, without interrupting them.
+    """Return the samples of groups for a checkpoint, without interrupting them.
 
     Args:
-        generation: samples their responses.
-        can_continue: whether the episode of a sample can continue in another process.
+        generation: Engines that sample the responses.
+        can_continue: Function that returns whether the episode of a sample can continue in another process.
 
     Returns:
-        One for each group; None if it is finished. A sample has no state if its episode was not opened, cannot
-        continue, or has metadata that a checkpoint cannot hold, or if its request has bad words, which an engine sees
-        only if it samples the whole response.
+        The samples of each group, or None for a finished group. A sample has no state if its episode was not opened or
+        cannot continue, or if a checkpoint cannot store the episode's metadata. It also has no state if its request has
+        bad words, because an engine recognizes them only if it samples the whole response.
     """
     responses: dict[int, tuple[GenerationRequest, ResponseSoFar]] = {}
     for _ in range(_MOST_ROUNDS):
@@ -179,7 +180,7 @@ async def states_of(
         if not asked:
             break
         found = await generation.responses_so_far(asked)
-        # A request that has been answered meanwhile is asked for no more: its sample takes the answer first.
+        # A request that is answered meanwhile is not asked for again, because its sample then has the answer.
         responses |= {id(r): (r, so_far) for r, so_far in zip(asked, found, strict=True) if so_far is not None}
         await asyncio.sleep(0)
     so_far = {key: response for key, (_, response) in responses.items()}

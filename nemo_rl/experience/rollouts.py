@@ -1,19 +1,17 @@
-"""Turn prompts into trajectories: one coroutine per sample over generation and environment.
+"""Turn prompts into trajectories: one coroutine per sample, which calls generation and environment in turn.
 
-The unit is a group: the samples of one prompt.
+The samples of one prompt form a group, the unit of work.
 
     collect(), stream() (training thread) ─► event loop: one _play_group per prompt, then post-processing
     start_group() ─► event loop: one play_group in the background, which outlives the call
         _play_group: one task per sample (`samples.SamplePlayer`), then post-processing where the environment allows it
 
-Samples never wait for each other, so a long one does not hold up short ones, and none waits for its episode to be
-closed: an environment that does one thing at a time may be busy with the step of another. The same code serves one and
-many turns, training, validation and evaluation.
+Samples never wait for each other, so a long sample does not delay short ones. A sample does not wait for its episode to
+be closed, because an environment that handles one call at a time may be busy with another sample. The same code serves
+one and many turns, training, validation and evaluation.
 
-Deadlines: a collection has one, `RolloutLimits.timeout_s` from its start, and so has each group that is started alone.
-Collections and lone groups never wait for the samples or episodes of each other.
-
-Invariant: a group has the same samples whether it is played alone or in a collection.
+The deadline of a collection is `RolloutLimits.timeout_s` after its start. A group that is started alone has the same
+deadline. Collections and lone groups never wait for the samples or episodes of each other.
 """
 
 import asyncio
@@ -44,38 +42,39 @@ from nemo_rl.utils.errors import ConfigError, DeadlineExceededError
 __getattr__ = public_names(__name__)
 
 _MANY_SAMPLES = 4096
-"""Samples of a collection from which on full garbage collections took a third of the driver's time."""
+"""Number of samples of a collection from which on full garbage collections took a third of the driver's time."""
 
 
 class Collection:
-    """The groups of a collection, each as soon as it is finished: the samples of one prompt, in order.
+    """Iterable of the groups of a collection, each as soon as it is finished.
 
-    Environments may correct rewards after all groups are finished: in place, before the iteration ends.
+    A group has the samples of one prompt in order. Environments may correct rewards after all groups are finished: in
+    place, before the iteration ends.
 
     Args:
-        groups: generator of the groups; it returns the metrics.
+        groups: Generator that yields the groups and returns the metrics.
     """
 
     def __init__(self, groups: Generator[list[Trajectory], None, dict[str, float]]):
         self._groups = groups
         self.metrics: dict[str, float] = {}
-        """Numbers that environments reported; filled in when all groups are finished."""
+        """Metrics that environments reported. Empty until all groups are finished."""
 
     def __iter__(self) -> Iterator[list[Trajectory]]:
         self.metrics = yield from self._groups
 
 
 class RolloutRunner:
-    """Collects trajectories.
+    """Plays rollouts and collects their trajectories.
 
     Args:
-        environments: environment by task name.
-        tokenizer: decodes responses that come without a text, and encodes observations.
-        limits: bounds.
-        loop: runs the coroutines.
-        text_rules: which texts have their control tokens encoded as ordinary text; None: `TextRules()`.
-        review: notes penalties on finished samples.
-        endpoint: section of the endpoint for agents; None: its defaults.
+        environments: Environments by task name.
+        tokenizer: Decodes responses without a text, and encodes observations.
+        limits: Limits of tokens, turns and time.
+        loop: Loop that runs the coroutines.
+        text_rules: Which texts have their control tokens encoded as ordinary text. If None, `TextRules()`.
+        review: Function that stores its findings, such as penalties, on finished samples.
+        endpoint: Section of the endpoint for agents. If None, its defaults.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class RolloutRunner:
         sampling: SamplingParams,
         key: RolloutKey,
     ) -> Rollouts:
-        """Do as `stream`, and return all trajectories together, ordered by prompt, then sample, with the metrics."""
+        """Sample as `stream` does, and return all trajectories with the metrics, ordered by prompt and sample."""
         collection = self.stream(prompts, num_generations, sampling, key)
         trajectories = [sample for group in collection for sample in group]
         trajectories.sort(key=lambda t: (t.group_index, t.sample_index))
@@ -122,14 +121,14 @@ class RolloutRunner:
         """Sample `num_generations` responses per prompt.
 
         Args:
-            prompts: collated `DatumSpec` rows.
-            num_generations: samples per prompt.
-            sampling: how to sample.
-            key: names the collection.
+            prompts: Collated `DatumSpec` rows.
+            num_generations: Number of samples per prompt.
+            sampling: Sampling parameters.
+            key: Key of the collection.
 
         Raises:
-            ConfigError: a prompt names an environment that does not run.
-            DeadlineExceededError: the collection takes longer than the limit.
+            ConfigError: A prompt names an environment that does not run.
+            DeadlineExceededError: The collection takes longer than the limit.
         """
         groups = self._loop.stream(
             partial(self._run_all, prompts, num_generations, sampling, key),
@@ -148,7 +147,7 @@ class RolloutRunner:
         sampling: SamplingParams,
         key: RolloutKey,
     ) -> BackgroundTask[Rollouts]:
-        """Start `play_group` in the background and return immediately, with `group_limit_s` as the longest wait for it.
+        """Start `play_group` in the background and return at once. It ends within `group_limit_s`.
 
         Raises:
             ConfigError: the prompt names an environment that does not run.
@@ -165,9 +164,10 @@ class RolloutRunner:
         """Play a group in the background and return immediately.
 
         Args:
-            group: a coroutine that ends with `play_group` or `play`.
-            name: for errors and logs.
-            through_updates: the group continues while the engines get new weights; `wait_for_groups` leaves it out.
+            group: Coroutine that plays samples within a time limit, such as `play_group` or `play`.
+            name: Name of the task in errors and logs.
+            through_updates: Whether the group continues while the engines get new weights. If so, `wait_for_groups`
+            does not wait for it.
         """
         task = self._loop.start(group, name)
         if not through_updates:
@@ -175,18 +175,18 @@ class RolloutRunner:
         return task
 
     def starting_together(self) -> AbstractContextManager[None]:
-        """Let the groups that are started within begin together, so that an engine gets their requests at once."""
+        """Begin all groups that are started in the `with` block together, so that their requests are sent at once."""
         return self._loop.together()
 
     @property
     def group_limit_s(self) -> float:
-        """Seconds after which a started group has ended in any case, including the closing of its episodes."""
+        """Number of seconds within which a started group ends in any case, including the closing of its episodes."""
         return self._limits.timeout_s + CLOSING_S + 2 * CLEAN_UP_S
 
     def wait_for_groups(self) -> None:
-        """Wait until no started group is being played, except groups that continue through updates of the weights.
+        """Wait until no started group is running, except groups that continue through updates of the weights.
 
-        Failures of groups stay with their tasks.
+        Failures of groups are not raised here, but by the results of their tasks.
 
         Raises:
             DeadlineExceededError: a group has not ended after `group_limit_s`.
@@ -196,17 +196,17 @@ class RolloutRunner:
         self._started.clear()
 
     def keep(self, rollouts: Rollouts) -> Rollouts:
-        """Return a group of a checkpoint as this runner would give it after playing it."""
+        """Return the group of a checkpoint in the form in which this runner returns a group that it has played."""
         return rollouts
 
     def failed_group(self, prompts: BatchedDataDict[Any], row: int, num_generations: int, reason: str) -> Rollouts:
         """Return samples of one prompt without responses and rewards.
 
         Args:
-            prompts: collated `DatumSpec` rows.
-            row: the prompt's place among them, which is the group's index.
-            num_generations: samples.
-            reason: `Trajectory.error` of each.
+            prompts: Collated `DatumSpec` rows.
+            row: Index of the prompt among the rows, which is the group's index.
+            num_generations: Number of samples.
+            reason: Text for `Trajectory.error` of each sample.
         """
         samples = _starts(prompts, row, num_generations)
         for sample in samples:
@@ -214,7 +214,7 @@ class RolloutRunner:
         return self.keep(Rollouts(samples, {}))
 
     def stored_samples(self, groups: Sequence[GroupProgress]) -> list[StoredSamples | None]:
-        """Return the samples of groups for a checkpoint, while they are played on (see `progress.states_of`).
+        """Return the samples of groups for a checkpoint, without interrupting them (see `progress.states_of`).
 
         Raises:
             DeadlineExceededError: it takes longer than `RolloutLimits.timeout_s`.
@@ -232,10 +232,10 @@ class RolloutRunner:
         return BusySeconds(self._generation.busy_seconds(), self._samples.environments_busy.seconds)
 
     def post_process(self, groups: Sequence[Rollouts]) -> dict[str, float]:
-        """Post-process groups that were played alone, by the environments that look at whole collections.
+        """Post-process groups that were played alone, by the environments that process whole collections.
 
         Returns:
-            The metrics of the groups, and those of these environments.
+            The metrics of the groups and of these environments.
 
         Raises:
             DeadlineExceededError: it takes longer than `RolloutLimits.timeout_s`.
@@ -254,19 +254,19 @@ class RolloutRunner:
         """Sample `num_generations` responses to one prompt, the same ones that a collection of `prompts` samples.
 
         Returns after the group's own episodes are closed, or `CLOSING_S` later. An environment with
-        `post_processes_groups` has corrected the rewards; one without does so in `post_process`.
+        `post_processes_groups` has then corrected the rewards. All other environments do so in `post_process`.
 
         Args:
-            prompts: collated `DatumSpec` rows.
-            row: the prompt's place among them, which is the group's index.
-            num_generations: samples.
-            sampling: how to sample.
-            key: names the collection.
-            progress: says where samples begin, and is filled in for `stored_samples`.
+            prompts: Collated `DatumSpec` rows.
+            row: Index of the prompt among the rows, which is the group's index.
+            num_generations: Number of samples.
+            sampling: Sampling parameters.
+            key: Key of the collection.
+            progress: Stored states from which samples continue. It is updated for `stored_samples`.
 
         Raises:
-            ConfigError: the prompt names an environment that does not run.
-            DeadlineExceededError: the group takes longer than `RolloutLimits.timeout_s`.
+            ConfigError: The prompt names an environment that does not run.
+            DeadlineExceededError: The group takes longer than `RolloutLimits.timeout_s`.
         """
         self._check_environments([prompts["task_name"][row]])
         closings = Closings("group")
@@ -279,7 +279,7 @@ class RolloutRunner:
     async def play(
         self, prompts: BatchedDataDict[Any], num_generations: int, sampling: SamplingParams, key: RolloutKey
     ) -> Rollouts:
-        """Do as `collect`, in a coroutine, with the arguments and errors of `stream`."""
+        """Sample as `collect` does, but as a coroutine. Arguments and errors are those of `stream`."""
         samples: list[Trajectory] = []
         playing = self._run_all(prompts, num_generations, sampling, key, samples.extend)
         metrics = await self._within_limit(playing, f"{key.phase} step {key.step}")
@@ -352,7 +352,7 @@ class RolloutRunner:
         return mean_metrics(groups) | await post_process(self._by_unit(groups=False), samples)
 
     def _by_unit(self, *, groups: bool) -> dict[str, EnvironmentPort]:
-        """Environments that post-process groups, or else environments that post-process collections."""
+        """Return the environments that post-process groups, or else those that post-process collections."""
         return {name: each for name, each in self._environments.items() if each.post_processes_groups == groups}
 
     def _check_environments(self, names: Iterable[str]) -> None:
@@ -365,10 +365,10 @@ class RolloutRunner:
 
 
 async def _all_or_first_failure[T](coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines concurrently, and after a first failure cancel the others and raise it unchanged.
+    """Run coroutines concurrently. After a first failure, cancel the others and raise it unchanged.
 
-    Usually all fail for the same reason. The first failure is raised outside of the `except` block: it keeps its cause,
-    the worker's traceback, and hundreds of copies are not printed with it.
+    Usually all fail for the same reason. The first failure is raised outside of the `except` block, so that it keeps
+    its cause, the worker's traceback, and is not printed with hundreds of copies.
     """
     try:
         async with asyncio.TaskGroup() as tasks:

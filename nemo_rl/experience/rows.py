@@ -16,13 +16,13 @@ from nemo_rl.utils.errors import DataError
 def rows_of(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     """Return the rows of samples, or the given rows if they are rows already.
 
-    A row of a sample with branches is a view of the sample: its conversation is the only one it has, and positions and
-    token counts are its own. The reward and everything that numbers turns (`turn_rewards`, `penalties`,
-    `invalid_tool_call_turns`, `num_turns`) are those of the whole sample. A conversation that does not train, or in
-    which the policy wrote no token, has a `loss_multiplier` of 0, so that it does not count as a sequence of the loss.
+    A row of a sample with branches is a view of the sample that has only one conversation. Positions and token counts
+    of a row belong to its conversation. The reward and all fields about turns (`turn_rewards`, `penalties`,
+    `invalid_tool_call_turns`, `num_turns`) belong to the whole sample. A conversation that does not train, or in which
+    the policy wrote no token, has a `loss_multiplier` of 0, so that it does not count as a sequence of the loss.
 
     Args:
-        trajectories: samples, or rows.
+        trajectories: Samples, or rows.
     """
     return [row for trajectory in trajectories for row in (_views(trajectory) if trajectory.branches else [trajectory])]
 
@@ -50,24 +50,25 @@ def _views(sample: Trajectory) -> Iterator[Trajectory]:
 
 
 def _within(sample: Trajectory, start: int, end: int) -> list[tuple[int, int]]:
-    """Return the malformed tags of one conversation, as positions in it."""
+    """Return the malformed tags of one conversation, as positions in the conversation."""
     return [(first - start, last - start) for first, last in sample.malformed_thinking if start <= first < end]
 
 
 def rows_per_update(
     trajectories: Sequence[Trajectory], samples_per_update: int, model: str = "policy"
 ) -> list[int] | None:
-    """Return the number of rows of each optimizer update, so that an update has the same number of samples as another.
+    """Return the number of rows of each optimizer update, so that all updates have the same number of samples.
 
     Args:
-        trajectories: samples of a step.
-        model: section of the model that is trained, for errors.
+        trajectories: Samples of a step.
+        samples_per_update: Number of samples of each update.
+        model: Section of the model that is trained, for errors.
 
     Returns:
-        None if each sample is one row, so that rows can be counted instead of samples.
+        The number of rows of each update. None if each sample is one row, so that samples need not be counted.
 
     Raises:
-        DataError: the samples do not divide into updates.
+        DataError: The samples do not divide into updates.
     """
     if not any(trajectory.branches for trajectory in trajectories):
         return None

@@ -1,10 +1,10 @@
 """Play one sample: open its episode, take turns between engine and environment, close the episode.
 
     play: open episode ─► _take_turns: generate ─► environment step ─► (again, until done or out of room)
-          ─► close episode ─► Trajectory
+        ─► close episode ─► Trajectory
 
-Invariant: sampled token ids stay, more are only appended; an episode is closed however its sample ends; a sample's seed
-depends on (run seed, phase, step, round, group, sample, turn) and on nothing that varies between runs.
+Invariants: sampled token ids never change, and tokens are only appended. An episode is closed however its sample ends.
+A sample's seed depends on (run seed, phase, step, round, group, sample, turn) and on nothing that varies between runs.
 """
 
 import asyncio
@@ -46,10 +46,10 @@ from nemo_rl.utils.timer import BusyClock
 
 
 def chat_of(sample: Trajectory) -> ChatInput:
-    """Return the conversation of a sample as messages, the next answer still missing.
+    """Return the conversation of a sample as messages, up to the answer that is sampled next.
 
     Raises:
-        DataError: the data does not give the messages of the prompt.
+        DataError: The data does not contain the messages of the prompt.
     """
     if sample.chat is None:
         raise DataError(
@@ -65,14 +65,14 @@ def chat_of(sample: Trajectory) -> ChatInput:
 
 
 def _said(message: Message) -> Message:
-    """Return an answer as its server gave it: calls of tools as such, and not in the text too."""
+    """Return an answer as its server gave it. Tool calls are separate and not repeated in the text."""
     return {"role": "assistant", "content": message.get("spoken", message["content"])} | (
         {"tool_calls": message["tool_calls"]} if "tool_calls" in message else {}
     )
 
 
 def end_without_answer(sample: Trajectory, error: NoAnswerError) -> None:
-    """End a sample whose next answer cannot be got: full, like one of own engines, or with an error."""
+    """End a sample whose next answer cannot be sampled: as truncated if it is too long, or else with an error."""
     if not error.is_too_long:
         sample.fail(str(error))
         return
@@ -83,7 +83,7 @@ def end_without_answer(sample: Trajectory, error: NoAnswerError) -> None:
 logger = logging.getLogger(__name__)
 
 CLOSING_S = 30.0
-"""Seconds that a group or collection waits for its episodes to be closed; an environment may be busy with a step."""
+"""Seconds that a group or collection waits for the closing of its episodes. An environment may be busy with a step."""
 
 _late: set[asyncio.Task[None]] = set()
 """Closings that took longer than `CLOSING_S`. Kept here because asyncio holds only weak references to tasks."""
@@ -108,7 +108,7 @@ class Closings:
             task.add_done_callback(self._tasks.discard)
 
     async def wait(self) -> None:
-        """Wait until all episodes are closed, for at most `CLOSING_S`, and leave the remaining ones for later."""
+        """Wait until all episodes are closed, for at most `CLOSING_S`. The remaining ones continue to be closed."""
         if not self._tasks:
             return
         _, late = await asyncio.wait(self._tasks, timeout=CLOSING_S)
@@ -147,7 +147,7 @@ class EnvironmentPort(PostProcessor, Protocol):
         """The section of an environment with `runs_agents`, or None for other environments."""
 
     async def close_episode(self, metadata: Any) -> None:
-        """Close the episode of one sample without ever raising."""
+        """Close the episode of one sample. Errors are not raised."""
 
 
 @dataclass(frozen=True)
@@ -160,10 +160,10 @@ class RolloutKey:
     step: int
     """Training step."""
     round: int = 0
-    """Collection within the step (dynamic sampling makes several)."""
+    """Number of the collection within the step, because dynamic sampling makes several."""
     first_group: int = 0
-    """Number of the collection's first prompt; an evaluation counts through all of its batches, so that samples do not
-    depend on the batch size."""
+    """Number of the collection's first prompt. An evaluation counts prompts through all of its batches, so that samples
+    do not depend on the batch size."""
 
     @property
     def trains(self) -> bool:
@@ -178,12 +178,12 @@ class RolloutKey:
         )
 
     def episode_seed_of(self, sample: Trajectory) -> int:
-        """Return the seed with which the environment opens the episode of a sample."""
+        """Return the seed that the environment gets to open the episode of a sample."""
         group = self.first_group + sample.group_index
         return derive_seed(self.run_seed, self.phase, self.step, self.round, group, sample.sample_index, "episode")
 
     def call_seed_of(self, sample: Trajectory, *parts: int | str) -> int:
-        """Return the seed of a sample's program, or of the answer that `parts` identifies."""
+        """Return the seed of a sample's program or, with `parts`, of one of the program's answers."""
         group = self.first_group + sample.group_index
         return derive_seed(self.run_seed, self.phase, self.step, self.round, group, sample.sample_index, "call", *parts)
 
@@ -192,11 +192,11 @@ class SamplePlayer:
     """Plays samples, any number of them concurrently.
 
     Args:
-        environments: environment by task name.
-        tokenizer: decodes responses that come without a text, and encodes observations.
-        limits: bounds.
-        text_rules: which texts have their control tokens encoded as ordinary text; None: `TextRules()`.
-        endpoint: section of the endpoint for agents; None: its defaults.
+        environments: Environments by task name.
+        tokenizer: Decodes responses without a text, and encodes observations.
+        limits: Limits of tokens, turns and time.
+        text_rules: Which texts have their control tokens encoded as ordinary text. If None, `TextRules()`.
+        endpoint: Section of the endpoint for agents. If None, its defaults.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class SamplePlayer:
         self._tokenizer = tokenizer
         self._text_rules = text_rules or TextRules()
         self._observations: dict[str, ObservationRenderer] = {}
-        """By the variables of the chat template, as JSON."""
+        """Renderers of observations, by the variables of the chat template as JSON."""
         self._has_reported = False
         self._limits = limits
         self._endpoint = endpoint or AgentEndpointConfig()
@@ -222,7 +222,7 @@ class SamplePlayer:
 
     @cached_property
     def _programs(self) -> ProgramPlayer:
-        """Plays samples of agent environments, in a player that is made for the first sample."""
+        """Player of the samples of agent environments, which is made for the first such sample."""
         return make_program_player(self._generation, self._tokenizer, self._limits, self._text_rules, self._endpoint)
 
     async def play(
@@ -233,7 +233,7 @@ class SamplePlayer:
         key: RolloutKey,
         closings: Closings,
     ) -> Trajectory:
-        """Play one sample in its own episode, from where it is, and fill in and return the trajectory."""
+        """Play one sample in its own episode, from its stored state if there is one, and return its trajectory."""
         sample = progress.sample
         if not progress.is_finished and not self._has_no_room(sample):
             environment = self._environments[sample.task_name]
@@ -254,7 +254,7 @@ class SamplePlayer:
         return sample
 
     async def _open(self, progress: SampleProgress, prompt_stops: list[str] | None, key: RolloutKey) -> bool:
-        """Open the episode of a sample, or return False if there is nothing to play."""
+        """Open the episode of a sample. Return False if the sample has already ended."""
         sample = progress.sample
         environment = self._environments[sample.task_name]
         started = time.perf_counter()
@@ -272,7 +272,7 @@ class SamplePlayer:
         return True
 
     def _begin(self, sample: Trajectory, start: EpisodeStart[Any]) -> bool:
-        """Add the first observation to the prompt, or return False if there is nothing to play."""
+        """Add the first observation to the prompt. Return False if the sample has already ended."""
         if start.error is not None:
             sample.fail(start.error, aborted=start.aborted)
             return False
@@ -286,7 +286,7 @@ class SamplePlayer:
         return not self._has_no_room(sample)
 
     def _add_to_prompt(self, sample: Trajectory, observation: Message) -> None:
-        """Render the prompt again with one more message, before any token that would have to stay is sampled."""
+        """Render the prompt again with one more message. This is possible only before any token is sampled."""
         if sample.chat is None:
             raise DataError(
                 "its data processor does not say what the prompt was rendered from: give the datum `chat`, a dict "
@@ -352,7 +352,7 @@ class SamplePlayer:
             played.spread_reward()
 
     def _note_control_tokens(self, sample: Trajectory, observation: Message) -> None:
-        """Count an observation whose text holds a control token, and report the first one of this process."""
+        """Count an observation whose text contains a control token, and log the first one in this process."""
         token = self._renderer(sample).control_token_in(observation)
         if token is None:
             return
@@ -397,7 +397,7 @@ class SamplePlayer:
         sample.num_turns += 1
 
     async def _respond(self, progress: SampleProgress, request: GenerationRequest) -> GenerationResult:
-        """Sample a response, or the rest of one."""
+        """Sample a response, or the rest of a response whose first part was sampled before."""
         nothing, so_far = ResponseSoFar.nothing(), progress.so_far
         progress.request = rest_of(request, so_far)
         if progress.request.sampling.max_new_tokens > 0:
@@ -426,7 +426,7 @@ def _with_stops(sampling: SamplingParams, stop_strings: list[str] | None) -> Sam
 
 
 def _remember(sample: Trajectory, metadata: Any) -> None:
-    """Keep the metadata for the next turn and, unless it is None, for the end of the episode."""
+    """Store the metadata for the next turn. If it is not None, also store it for closing the episode."""
     sample.extra_env_info = metadata
     if metadata is not None:
         sample.episode = metadata
@@ -450,5 +450,5 @@ def _absorb(sample: Trajectory, step: StepResult) -> bool:
 
 
 def _cut(sample: Trajectory, bound: Ending) -> None:
-    """End a sample at a bound."""
+    """End a sample as truncated at a limit."""
     sample.outcome, sample.ended_by = Outcome.TRUNCATED, bound

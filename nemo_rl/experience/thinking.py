@@ -3,7 +3,7 @@
     tokens of a turn ─► ThinkingReader.read: tags ─► SampledTurn: blocks of thinking, final answer, tags out of place
 
 A tag is a single token of the tokenizer (Qwen3's `<think>`), or a text that may be spread over several tokens.
-Invariant: only sampled tokens are read, plus the end of the tokens before the turn, which may have opened the thinking.
+Invariant: only sampled tokens are read, and the last tokens before the turn, which may contain the opening tag.
 """
 
 from bisect import bisect_left, bisect_right
@@ -17,33 +17,33 @@ from nemo_rl.config import RewardPenaltyConfig
 from nemo_rl.utils.errors import ConfigError
 
 _BEFORE = 64
-"""Tokens before a turn in which an opening tag is looked for; only white space may follow it."""
+"""Number of tokens before a turn in which an opening tag is looked for. Only white space may follow the tag."""
 
 
 class Tag(NamedTuple):
     """A thinking tag."""
 
     start: int
-    """First token, as a position in the turn."""
+    """Position of the tag's first token in the turn."""
     end: int
-    """Position after its last token."""
+    """Position after the tag's last token."""
     opens: bool
-    """Whether it opens the thinking; otherwise it closes it."""
+    """Whether the tag opens the thinking. If not, it closes the thinking."""
 
 
 @dataclass(frozen=True)
 class TaggedTokens:
-    """Tokens with the tags among them."""
+    """Tokens, and the thinking tags among them."""
 
     tags: Sequence[Tag]
     """Tags in order."""
     gap: Callable[[int], str]
-    """Returns the text before tag i, after the tag before it; i is the number of tags for the rest. Special tokens are
-    left out."""
+    """Function that returns the text between tag i - 1 and tag i, without special tokens. For the first tag it is the
+    text before it, and for i = number of tags it is the text after the last tag."""
 
 
 class ThinkingReader(Protocol):
-    """Finds thinking tags."""
+    """Reader that finds thinking tags."""
 
     def read(self, token_ids: Sequence[int]) -> TaggedTokens:
         """Find the tags among tokens."""
@@ -51,14 +51,14 @@ class ThinkingReader(Protocol):
 
 @dataclass(frozen=True)
 class TokenTags:
-    """Finds tags that are single tokens, as a `ThinkingReader`."""
+    """Reader that finds tags that are single tokens (`ThinkingReader`)."""
 
     tokenizer: Any
     """Decodes the texts between tags."""
     open_id: int
     """Token that opens the thinking."""
     close_id: int
-    """Token that closes it."""
+    """Token that closes the thinking."""
 
     def read(self, token_ids: Sequence[int]) -> TaggedTokens:
         """See `ThinkingReader.read`."""
@@ -74,18 +74,18 @@ class TokenTags:
 
 @dataclass
 class TextTags:
-    """Finds tags in the text of tokens, as a `ThinkingReader`.
+    """Reader that finds tags in the text of tokens (`ThinkingReader`).
 
-    Each token is decoded alone, so that it is known which tokens a tag is made of. Tags are found because they have
-    no characters of several tokens; of other texts, those may be lost.
+    Each token is decoded alone, so that it is known which tokens a tag consists of. A character that is spread over
+    several tokens may be lost. Tags have no such characters.
     """
 
     tokenizer: Any
-    """Decodes."""
+    """Tokenizer that decodes the tokens."""
     opening: str
     """Text that opens the thinking."""
     closing: str
-    """Text that closes it."""
+    """Text that closes the thinking."""
     _pieces: dict[int, str] = field(default_factory=dict, init=False)
 
     def read(self, token_ids: Sequence[int]) -> TaggedTokens:
@@ -122,7 +122,7 @@ def _occurrences(text: str, tag: str) -> list[tuple[int, int]]:
 
 class _Structure(NamedTuple):
     thinking: list[int]
-    """Gaps between tags that are thinking."""
+    """Numbers of the gaps between tags whose text is thinking."""
     malformed: list[tuple[int, int]]
     is_closed: bool
 
@@ -133,11 +133,11 @@ class SampledTurn:
 
     token_ids: Sequence[int]
     start: int
-    """Position of its first token in the whole sequence."""
+    """Position of the turn's first token in the whole sequence."""
     opened: bool
-    """Whether the tokens before it have opened the thinking."""
+    """Whether the tokens before the turn have opened the thinking."""
     tagged: TaggedTokens
-    """Its tokens with the tags among them."""
+    """Tokens of the turn, and the tags among them."""
 
     @cached_property
     def _structure(self) -> _Structure:
@@ -158,21 +158,22 @@ class SampledTurn:
 
     @property
     def malformed(self) -> list[tuple[int, int]]:
-        """Tokens of tags that are out of place: first one and end, as positions in the turn.
+        """First token and end of each tag that is out of place, as positions in the turn.
 
-        A tag is out of place if it opens thinking that is open, closes thinking that is not, or opens thinking that is
-        not closed until the end of the turn. If such thinking was open before the turn, the last token takes its place.
+        A tag is out of place if it opens thinking that is already open, closes thinking that is not open, or opens
+        thinking that is not closed in the turn. If thinking that was open before the turn is not closed, the turn's
+        last token is reported instead.
         """
         return self._structure.malformed
 
     @property
     def reasoning(self) -> list[str]:
-        """Texts of the thinking between tags, in order."""
+        """Texts of the thinking, in order."""
         return [self.tagged.gap(number) for number in self._structure.thinking]
 
     @property
     def final_answer(self) -> str:
-        """Text after the last tag, or all text without a tag, or no text if the thinking is not closed."""
+        """Text after the last tag. It is all text if there is no tag, and empty if the thinking is not closed."""
         return self.tagged.gap(len(self.tagged.tags)) if self._structure.is_closed else ""
 
     @property
@@ -182,7 +183,7 @@ class SampledTurn:
 
     @property
     def num_thinking_tokens(self) -> int:
-        """Tokens within the thinking."""
+        """Number of tokens within the thinking."""
         ends = [0, *(tag.end for tag in self.tagged.tags)]
         starts = [*(tag.start for tag in self.tagged.tags), len(self.token_ids)]
         return sum(max(starts[number] - ends[number], 0) for number in self._structure.thinking)
@@ -194,8 +195,9 @@ def sampled_turns(
     """Read the sampled turns of a sequence.
 
     Args:
-        reader: finds tags.
-        spans: first token and end of each turn.
+        reader: Reader that finds tags.
+        token_ids: Tokens of the whole sequence.
+        spans: First token and end of each turn.
     """
     return [
         SampledTurn(
@@ -209,18 +211,18 @@ def sampled_turns(
 
 
 def _is_opened(before: TaggedTokens) -> bool:
-    """Return whether tokens end with an opening tag, with or without white space after it."""
+    """Return whether the tokens end with an opening tag, except for white space after the tag."""
     return bool(before.tags) and before.tags[-1].opens and not before.gap(len(before.tags)).strip()
 
 
 def thinking_reader(config: RewardPenaltyConfig, tokenizer: Any) -> ThinkingReader:
     """Return the reader that finds the thinking tags of a configuration.
 
-    They are found by token if `token_ids` gives both tokens, or if the tokenizer has a token of its own for each tag
-    whose id is not given; otherwise by text.
+    Tags are found as tokens if both token ids are known: from `token_ids`, or because the tokenizer has a token of its
+    own for a tag. If `token_ids` gives neither id and the tokenizer lacks one, tags are found as text.
 
     Raises:
-        ConfigError: a token does not exist, or one of two is given and the tokenizer has none for the other.
+        ConfigError: A token does not exist, or one id is given and the tokenizer has no token for the other tag.
     """
     added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
     given = {"think_open": config.ids.think_open, "think_close": config.ids.think_close}
@@ -245,10 +247,10 @@ def check_token_ids(tokenizer: Any, ids: dict[str, list[int]]) -> None:
     """Check that tokens exist.
 
     Args:
-        ids: tokens by their key in `reward_penalties.token_ids`.
+        ids: Token ids, by their key in `reward_penalties.token_ids`.
 
     Raises:
-        ConfigError: a token is not in the vocabulary.
+        ConfigError: A token is not in the vocabulary.
     """
     size = len(tokenizer) if hasattr(tokenizer, "__len__") else None
     for key, tokens in ids.items():

@@ -1,7 +1,7 @@
-"""The carrier of one rollout: messages, reward and outcome.
+"""Define the trajectory of one sample: its messages, reward and outcome.
 
-Invariant: a failed rollout is data. Its outcome says what failed, it carries no reward, and it is masked from the loss;
-a reward of zero always means that the grader returned zero.
+Invariant: a failed rollout is data. Its outcome says what failed, it has no reward, and it is masked from the loss. A
+reward of zero always means that the grader returned zero.
 """
 
 from collections.abc import Mapping
@@ -35,26 +35,26 @@ class Outcome(StrEnum):
 
 
 class Ending(StrEnum):
-    """The cause of the end of an episode, whose share metrics have under `ended_by_<value>`."""
+    """Cause of the end of an episode. Metrics have the share of each cause as `ended_by_<value>`."""
 
     ENVIRONMENT = "environment"
-    """The environment: the episode is over."""
+    """The environment ended the episode."""
     MAX_TURNS = "max_turns"
-    """`max_rollout_turns`; the environment would have gone on."""
+    """The limit `max_rollout_turns` was reached, and the environment had not ended the episode."""
     TURN_TOKENS = "turn_tokens"
     """Its last response was cut off at the token limit of a turn."""
     EPISODE_TOKENS = "episode_tokens"
-    """`max_episode_tokens`: the last response was cut off there, or none is left for another."""
+    """The limit `max_episode_tokens` cut off the last response, or leaves no token for another one."""
     SEQUENCE_LENGTH = "sequence_length"
-    """The sequence is full: a prompt that is too long, a response that was cut off, or an observation with no room."""
+    """The sequence is full: the prompt was too long, a response was cut off, or an observation did not fit."""
     FAILURE = "failure"
-    """The environment raised, or returned what cannot be used."""
+    """The environment raised an error, or returned a result that cannot be used."""
     ABORT = "abort"
-    """The environment missed its deadline, or its process died over the sample."""
+    """The environment missed its deadline, or its process died during the sample."""
 
 
 def is_right(reward: float | None) -> bool:
-    """Return whether an answer with this reward counts as right in training metrics: the reward is above 0."""
+    """Return whether a reward is above 0, so that its answer counts as right in training metrics."""
     return reward is not None and reward > 0
 
 
@@ -62,9 +62,8 @@ def is_right(reward: float | None) -> bool:
 class Trajectory:
     """One sample's message log with its reward.
 
-    Lengths, turns and positions are those of all conversations of the sample, as if they were laid end to end: first
-    `message_log`, then the branches. Tokens that several conversations have count in each of them. Texts are those of
-    `message_log`.
+    Lengths, turns and positions refer to all conversations of the sample, concatenated: first `message_log`, then the
+    branches. Tokens that several conversations have count in each of them. Texts refer to `message_log` only.
     """
 
     group_index: int
@@ -72,20 +71,20 @@ class Trajectory:
     sample_index: int
     """Index among the prompt's generations, from 0."""
     idx: int
-    """Row of the prompt in its data set."""
+    """Index of the prompt in its data set."""
     task_name: str
     """Environment that graded the sample."""
     message_log: list[Message]
-    """Messages with `role`, `content`, `token_ids` [t] int64; assistant turns also `generation_logprobs` [t]
+    """Messages with `role`, `content` and `token_ids` [t] int64. Assistant turns also have `generation_logprobs` [t]
     float32."""
     prompt_length: int
-    """Tokens of `message_log` before the first response."""
+    """Number of tokens of `message_log` before the first response."""
     loss_multiplier: float = 1.0
     """Weight from the data set, 0 masks the sample."""
     reward: float | None = None
-    """Total over turns; None when it could not be computed."""
+    """Sum of the rewards of all turns. None if it could not be computed."""
     turn_rewards: list[float] = field(default_factory=list)
-    """Reward of each response turn, whose sum is `reward`; empty where no turn was rewarded."""
+    """Reward of each response turn. The sum is `reward`. Empty if no turn was rewarded."""
     reward_components: dict[str, float] = field(default_factory=dict)
     """Named parts of the reward, for multi-reward environments."""
     invalid_tool_call_turns: list[bool] = field(default_factory=list)
@@ -93,11 +92,11 @@ class Trajectory:
     penalties: dict[str, list[int]] = field(default_factory=dict)
     """For each penalty of the run, the numbers of the response turns to which it applies."""
     malformed_thinking: list[tuple[int, int]] = field(default_factory=list)
-    """First token and end of each thinking tag that is out of place, as positions like those of `turn_spans`."""
+    """First token and end of each thinking tag that is out of place, as positions in the concatenated conversations."""
     num_thinking_tokens: int | None = None
-    """Tokens of thinking in all turns; None if they were not looked for."""
+    """Number of tokens of thinking in all turns. None if the sample was not reviewed."""
     effort: str | None = None
-    """Level of effort of the prompt; None in a run without levels."""
+    """Level of effort of the prompt. None in a run without levels."""
     outcome: Outcome = Outcome.FINISHED
     """How the rollout ended."""
     ended_by: Ending = Ending.ENVIRONMENT
@@ -107,43 +106,43 @@ class Trajectory:
     answer: str | None = None
     """Answer the grader extracted."""
     weight_versions: list[VersionSpan] = field(default_factory=list)
-    """Versions of the weights that wrote the response turns of `message_log`; spans start at its positions."""
+    """Versions of the weights that wrote the response turns. Spans start at positions in `message_log`."""
     num_turns: int = 0
-    """Response turns."""
+    """Number of response turns."""
     num_prefix_hits: int = 0
-    """Later turns that went to the engine that holds the keys and values of their prefix."""
+    """Number of later turns that were sampled by the engine that held the keys and values of their prefix."""
     served_by: ServedBy | None = None
-    """Where the last response turn was written."""
+    """Engine that wrote the last response turn, and the version of its weights."""
     extra_env_info: Any = None
     """The environment's metadata after the last turn."""
     episode: Any = None
-    """The last metadata that was not None, with which the episode is closed."""
+    """The last metadata of the environment that was not None. It is passed to the closing of the episode."""
     chat: Chat | None = None
-    """Messages and tools that the prompt was rendered from; None if the data does not give them."""
+    """Messages and tools that the prompt was rendered from. None if the data does not contain them."""
     row_inputs: RowInputs | None = None
-    """Inputs of the model next to the tokens; None for most data."""
+    """Inputs of the model besides the tokens. None for most data."""
     num_control_token_observations: int = 0
-    """Observations whose texts hold control tokens."""
+    """Number of observations whose texts contain control tokens."""
     agent_counts: dict[str, float] = field(default_factory=dict)
-    """Numbers of what happened between the sample's program and the endpoint; empty without a program."""
+    """Counts of events between the sample's program and the endpoint. Empty without a program."""
     generation_s: float = 0.0
     """Seconds spent waiting for the engine."""
     environment_s: float = 0.0
     """Seconds spent waiting for the environment."""
     stored: StoredTokens | None = None
-    """Place of tokens and texts in the object store; None: they are in `message_log`."""
+    """Place of tokens and texts in the object store. If None, they are in `message_log`."""
     branches: list[Branch] = field(default_factory=list)
     """Further conversations of the sample."""
     branch: int | None = None
-    """Number of the conversation in a row of a sample with branches (`rows.rows_of`), 0 for `message_log` of the
-    sample; None for a sample."""
+    """In a row of a sample with branches (`rows.rows_of`), the number of its conversation, where 0 is the sample's
+    `message_log`. None for a sample."""
 
     def fail(self, reason: str, *, aborted: bool = False) -> None:
         """End the sample without a reward.
 
         Args:
-            reason: what failed.
-            aborted: the environment missed its deadline, or its process died.
+            reason: Description of the failure.
+            aborted: Whether the environment missed its deadline, or its process died.
         """
         self.outcome = Outcome.REWARD_ERROR
         self.ended_by = Ending.ABORT if aborted else Ending.FAILURE
@@ -153,8 +152,8 @@ class Trajectory:
     def state_dict(self) -> dict[str, Any]:
         """Return the data of a finished sample for training and metrics, as tensors and plain values for a checkpoint.
 
-        Left out is what only the episode needs: `episode`, `chat` and `served_by`; and metadata of the environment that
-        a checkpoint cannot hold.
+        The fields that only the episode needs are left out (`episode`, `chat` and `served_by`), and so is metadata of
+        the environment that a checkpoint cannot hold.
 
         Raises:
             DataError: the row has its own position rule, which is a function and cannot be stored.
@@ -188,7 +187,7 @@ class Trajectory:
 
     @property
     def conversations(self) -> list["Trajectory | Branch"]:
-        """The sample itself, for its `message_log`, and its branches."""
+        """The sample itself, as the conversation of its `message_log`, and its branches."""
         return [self, *self.branches]
 
     @property
@@ -198,12 +197,12 @@ class Trajectory:
 
     @property
     def all_weight_versions(self) -> list[VersionSpan]:
-        """The versions of the weights that wrote any conversation, in spans of positions in their conversation."""
+        """The weight versions of all conversations. Each span has positions in its own conversation."""
         return [span for conversation in self.conversations for span in conversation.weight_versions]
 
     @property
     def length(self) -> int:
-        """Number of all tokens, prompt included."""
+        """Number of tokens of all conversations, including prompts."""
         return sum(map(num_tokens, self.logs)) if self.branches else num_tokens(self.message_log)
 
     @property
@@ -218,7 +217,7 @@ class Trajectory:
 
     @property
     def turn_spans(self) -> list[tuple[int, int]]:
-        """First token and end of each response turn, as positions in the conversations laid end to end."""
+        """First token and end of each response turn, as positions in the concatenated conversations."""
         if not self.branches:
             return spans_of_turns(self.message_log)
         spans, start = [], 0
@@ -239,14 +238,15 @@ class Trajectory:
 
     @property
     def penalized_reward(self) -> float | None:
-        """The reward for training: with a penalty at most 0, so that none is better off than without."""
+        """The reward for training. If a penalty applies, it is at most 0, so a penalty never increases a reward."""
         return self.reward if self.reward is None else self.after_penalties(self.reward)
 
     @property
     def penalized_turn_rewards(self) -> list[float]:
-        """Rewards of the turns whose sum is `penalized_reward`.
+        """Rewards of the turns, which sum to `penalized_reward`.
 
-        Offending turns pay what a penalty takes away, in equal shares; the last turn does if none of them is rewarded.
+        The amount that penalties subtract is divided equally over the offending turns, or subtracted from the last turn
+        if no offending turn is rewarded.
         """
         if self.reward is None or not self.turn_rewards or not self.is_penalized:
             return list(self.turn_rewards)
@@ -258,7 +258,7 @@ class Trajectory:
         return rewards
 
     def after_penalties(self, value: float) -> float:
-        """Return a reward, or a component of a reward, in its form for training."""
+        """Return a reward, or a component of a reward, after penalties."""
         return min(value, 0.0) if self.is_penalized else value
 
     @property
@@ -279,7 +279,7 @@ class Trajectory:
 
     @property
     def conversation(self) -> list[Message]:
-        """As `turns`, with the messages of the prompt instead of its rendered text, if the data gives them."""
+        """The messages of `turns`, but with the prompt's original messages instead of its rendered text, if known."""
         if self.chat is None:
             return self.turns
         first = next((n for n, m in enumerate(self.message_log) if "generation_logprobs" in m), len(self.message_log))
@@ -301,23 +301,23 @@ class RolloutLimits:
     """Bounds of a rollout. The tokens of a single turn are bounded by `SamplingParams.max_new_tokens`."""
 
     max_sequence_length: int
-    """Tokens of prompt and all turns."""
+    """Largest number of tokens of the prompt and all turns."""
     max_turns: int
-    """Response turns."""
+    """Largest number of response turns."""
     timeout_s: float
-    """Seconds for a whole collection, or for a group that is played alone."""
+    """Time limit in seconds for a whole collection, or for a group that is played alone."""
     max_episode_tokens: int | None = None
-    """Tokens that the policy writes in all turns; None: no such bound."""
+    """Largest number of tokens that the policy writes in all turns. None is no limit."""
 
     def room(self, sample: Trajectory) -> int:
-        """Return the largest number of tokens that a sample's next response may have, not regarding the turn's own."""
+        """Return the number of tokens left for a sample's next response, without the limit of a single turn."""
         room = self.max_sequence_length - sample.length
         if self.max_episode_tokens is None:
             return room
         return min(room, self.max_episode_tokens - sample.response_length)
 
     def bound_of(self, sample: Trajectory) -> Ending:
-        """Return the bound that a sample's last response, which was cut off, has reached."""
+        """Return the limit that a sample has reached, given that its last response was cut off."""
         if sample.length >= self.max_sequence_length:
             return Ending.SEQUENCE_LENGTH
         if self.max_episode_tokens is not None and sample.response_length >= self.max_episode_tokens:

@@ -1,9 +1,9 @@
 """Write conversations and rewards to JSONL files, and show a few of them on a terminal.
 
-`train_data_step<N>.jsonl` has one line per sample with texts, tokens, log-probabilities and advantages;
-`val_data_step<N>.jsonl` one per validation sample. A sample with branches has a line for each conversation, with its
-number as `branch`. Invariant: a step's file is written whole or not at all, so a
-resumed run overwrites the files of a killed one; a full disk does not end the run.
+`train_data_step<N>.jsonl` has one line per sample with texts, tokens, log-probabilities and advantages.
+`val_data_step<N>.jsonl` has one line per validation sample. A sample with branches has a line for each conversation,
+with the conversation's number as `branch`. Invariants: a step's file is written whole or not at all, so a resumed run
+overwrites the files of a killed one. A full disk does not end the run.
 """
 
 import json
@@ -33,12 +33,12 @@ _PER_TOKEN = ("generation_logprobs", "prev_logprobs", "advantages", "reference_p
 
 @dataclass(frozen=True)
 class ShownAnswers:
-    """Answers of some steps for a person who watches the run."""
+    """Shows answers of some steps to a person who watches the run."""
 
     number: int
-    """Answers of a step, half of them with the highest and half with the lowest rewards."""
+    """Number of answers per step. Half of them have the highest and half the lowest rewards."""
     period: int
-    """Steps from one showing to the next; the first step is shown too."""
+    """Number of steps from one showing to the next. The first step is shown too."""
 
     def show(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """Log a line for each answer if it is the step's turn and standard error is a terminal."""
@@ -63,9 +63,9 @@ class TrajectoryLog:
     """Writes trajectories below a folder.
 
     Args:
-        folder: the run's log folder.
+        folder: The run's log folder.
         enabled: `logger.save_trajectories`.
-        shown: answers to show on a terminal; None shows none.
+        shown: Shows answers on a terminal. If None, no answers are shown.
     """
 
     def __init__(self, folder: Path, enabled: bool, shown: ShownAnswers | None = None):
@@ -75,7 +75,7 @@ class TrajectoryLog:
         self._output = OptionalOutput(f"Conversations in {folder}")
 
     def write_training(self, step: int, trajectories: Sequence[Trajectory], batch: BatchedDataDict[Any]) -> None:
-        """Write a training step's samples, whose rows are in `batch` (`rows.rows_of`)."""
+        """Write a training step's samples. `batch` holds their rows, one for each conversation (`rows.rows_of`)."""
         if self._shown is not None:
             self._shown.show(step, trajectories)
         if not self._enabled:
@@ -94,7 +94,7 @@ class TrajectoryLog:
 
 
 def _lines(trajectories: Sequence[Trajectory], batch: BatchedDataDict[Any]) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a step, and fetch tokens that are stored elsewhere some rows at a time."""
+    """Yield the lines of a step. Tokens that are stored elsewhere are fetched for some rows at a time."""
     for start in range(0, len(trajectories), _ROWS_AT_ONCE):
         rows = BatchRows.of(batch.slice(start, start + _ROWS_AT_ONCE)).whole()
         for row, trajectory in enumerate(trajectories[start : start + _ROWS_AT_ONCE]):

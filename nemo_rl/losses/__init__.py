@@ -1,7 +1,7 @@
 """Losses: pure functions of tensors, without process groups and without raw config dicts.
 
-Invariant: a loss divides by *global* denominators, so summing it over microbatches and ranks gives the loss of the
-whole batch.
+Invariant: a loss divides by the denominators of the global batch, so the sum over microbatches and ranks is the loss of
+the whole batch.
 """
 
 from nemo_rl.losses.loss_function import LossFunction, LossInputType, LossType

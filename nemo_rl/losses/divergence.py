@@ -1,17 +1,17 @@
-"""Measure how far two policies are apart on the sampled tokens.
+"""Measure the distance of two policies on the sampled tokens.
 
-The estimators of the KL divergence of two policies are element-wise functions; the caller applies masks and reductions.
+The estimators of the KL divergence of two policies are element-wise functions. The caller applies masks and reductions.
 
 The gradient of a divergence `E_p[k]` has two parts, because the policy also decides which tokens are sampled:
 
     d E_p[k] = E_p[d k + k d log p]
 
-Differentiating an estimate `k` gives the first part only. Weighting it by `exp(log p - stop(log p))`, which is 1 and
-has the gradient of `log p`, adds the second, the score-function part.
+Differentiating an estimate `k` gives the first part only. A weight `exp(log p - stop(log p))`, whose value is 1 and
+whose gradient is that of `log p`, adds the second part, the score-function part.
 
-`policy_gradient` always reports how much the trained policy and the generation engine disagree. Invariant: nothing of
-this is differentiable; sums are divided by counts of the
-global batch, so parts of a batch add up; and no value is clamped: beyond the range of the number format it is infinite.
+Other functions compute metrics of the mismatch between the trained policy and the generation engine. Invariants: these
+metrics are not differentiable. Sums are divided by counts of the global batch, so the metrics of its parts add up. No
+value of these metrics is clamped, so a value beyond the range of the number format is infinite.
 
 Legend: `B` samples, `T` predicted positions.
 """
@@ -30,7 +30,7 @@ from nemo_rl.utils.errors import ConfigError
 
 
 def k1(log_ratio: Tensor) -> Tensor:
-    """`-log r`: unbiased, high variance, may be negative, exact gradient with the weight (0 without)."""
+    """`-log r`: unbiased, high variance, may be negative, exact gradient with the weight (zero mean without)."""
     return -log_ratio
 
 
@@ -68,16 +68,16 @@ def calculate_kl(
         logprobs: Log-probabilities under the policy, any shape.
         logprobs_reference: Log-probabilities of the same tokens under the reference, same shape.
         kl_type: One of `k1`, `k2`, `k3`.
-        input_clamp_value: `log r` is limited to `[-value, value]`; None leaves it.
-        output_clamp_value: The weighted estimate is limited to `[-value, value]`; None leaves it.
+        input_clamp_value: `log r` is limited to `[-value, value]`. None is no limit.
+        output_clamp_value: The weighted estimate is limited to `[-value, value]`. None is no limit.
         importance_sampling_weights: Multiplied onto the estimate before the output clamp, same shape;
             differentiable. `p_policy / stop(p_policy)` keeps the values and adds the score-function part of the
             gradient (see the module docstring); `p_policy / p_behaviour` estimates the policy's KL from another
             policy's samples, with the same gradient in expectation.
 
     Returns:
-        KL estimate per token, same shape. Entries that a clamp limits have no gradient: where the log-ratio is limited
-        the weight keeps its value and loses its gradient.
+        KL estimate per token, same shape. Entries that a clamp limits have no gradient. If the log-ratio is limited,
+        the weight is detached: it keeps its value and has no gradient.
 
     Raises:
         ConfigError: `kl_type` is unknown.
@@ -103,10 +103,10 @@ def kl_penalty(
     """Return the KL penalty on the reward of each token, `[B, T]` float64, or 0 where the mask is 0.
 
     Args:
-        logprobs_BT: log-probabilities under the policy.
-        logprobs_reference_BT: those under the reference policy.
-        mask_BT: not 0 on tokens that count; other log-probabilities may be anything.
-        config: weight, estimator and clamps.
+        logprobs_BT: Log-probabilities under the policy.
+        logprobs_reference_BT: Log-probabilities under the reference policy.
+        mask_BT: Non-zero on tokens that count. Log-probabilities of all other tokens are ignored.
+        config: Section with weight, estimator and clamps.
     """
     kl_BT = calculate_kl(
         torch.where(mask_BT != 0, logprobs_BT.double(), 0.0),
@@ -127,17 +127,17 @@ MISMATCH_METRICS = frozenset(
         *(f"{name}_after_mask" for name in _OF_SEQUENCES),
     )
 )
-"""Metrics that compare the policy before an update with the engine, and no other pair of policies."""
+"""Metrics that compare only the policy before an update with the engine."""
 
 
 @torch.no_grad()
 def mismatch_metrics(batch: PolicyBatch, global_valid_toks: Tensor | float, kl_type: str) -> dict[str, Tensor]:
-    """Compute metrics of train/generation mismatch of p, the policy at the start of the update, and g, the engine.
+    """Compute metrics of the mismatch between p, the policy at the start of the update, and g, the engine.
 
     Args:
         batch: One microbatch.
-        global_valid_toks: Tokens that count in the global batch.
-        kl_type: Estimator of `gen_kl_error` and `policy_kl_error`, the one of the loss's KL term.
+        global_valid_toks: Number of tokens that count in the global batch.
+        kl_type: Estimator of `gen_kl_error` and `policy_kl_error`, as in the loss's KL term.
 
     Returns:
         token_mult_prob_error: mean of `exp(|log p - log g|)`; 1 when both agree exactly.
@@ -191,5 +191,5 @@ def sequence_error_metrics(errors_B: Tensor, counts_B: Tensor, num_samples: Tens
 
 
 def after_mask[ValueT](metrics: Mapping[str, ValueT]) -> dict[str, ValueT]:
-    """Rename metrics to the names that they have once samples beyond the threshold are masked."""
+    """Rename metrics to their names after samples beyond the error threshold are masked."""
     return {f"{name}_after_mask": value for name, value in metrics.items()}

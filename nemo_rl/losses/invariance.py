@@ -1,7 +1,7 @@
-"""Check properties of losses, built-in ones and users' own, in a test suite.
+"""Check properties of built-in and user-defined losses in a test suite.
 
-Invariant: the loss of a global batch and its gradient must not depend on how the batch was cut
-into microbatches and ranks, on the order of its rows, or on padding.
+Invariant: the loss of a global batch and its gradient must not depend on how the batch was divided into microbatches
+and ranks, on the order of its rows, or on padding.
 
 Example:
     >>> def test_my_loss():
@@ -17,7 +17,7 @@ from torch import Tensor
 from nemo_rl.losses.loss_function import LossData, LossFunction, extreme_of
 
 EXTRA_PADDING = 3
-"""Columns of random values that the padding check appends."""
+"""Number of columns of random values that the padding check appends."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class _Result:
 
 @dataclass(frozen=True)
 class _Batch:
-    """A batch in float64 with the denominators of the global batch it belongs to."""
+    """A batch in float64, with the denominators of its global batch."""
 
     model_output: Tensor
     data: dict[str, object]
@@ -52,23 +52,22 @@ def check_invariance(
     tolerance: float = 1e-9,
     seed: int = 0,
 ) -> None:
-    """Assert that loss, gradient and metrics survive every regrouping of the batch.
+    """Assert that loss, gradient and metrics stay the same for every regrouping of the batch.
 
-    Everything is computed in float64. Checked: each way to cut the rows into consecutive
-    microbatches of equal size, one uneven cut, contiguous and round-robin shards with two
-    microbatches each, shuffled rows, and right padding filled with random values. Metrics are summed, or
-    reduced as `loss_function.extreme_of` says.
+    Everything is computed in float64. The regroupings are: each way to cut the rows into consecutive microbatches of
+    equal size, one uneven cut, contiguous and round-robin shards with two microbatches each, shuffled rows, and right
+    padding filled with random values. Metrics are summed, or reduced as `loss_function.extreme_of` says.
 
     Args:
-        model_output: Its first argument: `[B, T-1]` log-probabilities, `[B, T-1, ...]` logits, or scores `[B]`,
-            `[B, 1]`.
-        data: Tensors with first axis `B`; those shaped `[B, T, ...]` are per token.
-        rows_per_unit: Rows that must stay together (2 for chosen/rejected pairs).
+        model_output: First argument of the loss: `[B, T-1]` log-probabilities, `[B, T-1, ...]` logits, or scores `[B]`,
+        `[B, 1]`.
+        data: Tensors with first axis `B`. Tensors of shape `[B, T, ...]` are per token.
+        rows_per_unit: Number of consecutive rows that must stay together (2 for chosen/rejected pairs).
         tolerance: Relative and absolute tolerance.
         seed: Seed of the shuffles and of the random values.
 
     Raises:
-        AssertionError: Names the regrouping, the quantity and both values.
+        AssertionError: A quantity changed. The message names the regrouping, the quantity and both values.
     """
     batch = _as_float64(model_output, data)
     generator = torch.Generator().manual_seed(seed)
@@ -93,7 +92,7 @@ def _as_float64(model_output: Tensor, data: LossData) -> _Batch:
 
 
 def _groupings(num_rows: int, rows_per_unit: int, generator: torch.Generator) -> Iterator[tuple[str, list[list[int]]]]:
-    """Yield (name, microbatches as lists of row indices), with every row exactly once."""
+    """Yield the name of each regrouping and its microbatches as lists of row indices. Each row occurs exactly once."""
     units = [list(range(i, i + rows_per_unit)) for i in range(0, num_rows, rows_per_unit)]
     num_units = len(units)
     for size in range(1, num_units):

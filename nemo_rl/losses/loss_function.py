@@ -1,10 +1,9 @@
-"""The interface of losses, their names, and losses made from a function of single tokens.
+"""Define the interface of losses, their names, and losses made from a function of single tokens.
 
-Invariant: all that a worker needs to know about a loss before calling it is an attribute declared here.
-
-`token_loss` makes a loss from a function of single tokens. See `supervised` and `policy_gradient` for losses written as
-classes. Invariant: mask and denominator are applied here, so whatever the function computes, the result does not depend
-on microbatches, ranks, packing or padding.
+`token_loss` makes a loss from a function of single tokens. See `supervised` and `policy_gradient` for losses that are
+classes. Invariants: everything that a worker needs to know about a loss before calling it is an attribute declared
+here. `TokenLoss` applies mask and denominator itself, so the result does not depend on microbatches, ranks, packing or
+padding, whatever the function computes.
 """
 
 import functools
@@ -40,7 +39,7 @@ class LossInputType(Enum):
     DISTILLATION = "distillation"
     """Student and teacher log-probabilities over the teacher's top-k tokens; see `TopkLossFunction`."""
     DRAFT = "draft"
-    """Teacher and student logits of a draft model."""
+    """Logits of a draft model and of its teacher."""
 
 
 def extreme_of(name: str) -> Callable[[Iterable[float]], float] | None:
@@ -54,8 +53,8 @@ def extreme_of(name: str) -> Callable[[Iterable[float]], float] | None:
 class LossFunction(Protocol):
     """A loss over one microbatch, already divided by the denominators of the global batch.
 
-    If some metrics are means over tokens and others are means over sequences, the attribute `sequence_means` names
-    the latter; without it all are means of the kind of `loss_type`.
+    If some metrics are means over tokens and others are means over sequences, the attribute `sequence_means` names the
+    latter. Without this attribute, `loss_type` says over what all metrics are means.
     """
 
     loss_type: LossType
@@ -65,7 +64,7 @@ class LossFunction(Protocol):
     needs_reference: bool
     """Whether `data` must hold `reference_policy_logprobs [B, T]`."""
     rows_per_unit: int
-    """Consecutive rows that must stay in one microbatch: 2 for pairs, else 1."""
+    """Number of consecutive rows that must stay in one microbatch: 2 for pairs, else 1."""
 
     def __call__(
         self,
@@ -78,15 +77,14 @@ class LossFunction(Protocol):
         """Compute loss and metrics of one microbatch.
 
         Args:
-            model_output: Prepared as `input_type` says; the only differentiable input.
-            data: Microbatch with rows `B`; per-token tensors are `[B, T]`, position t belongs to
-                token t.
+            model_output: Input of the kind `input_type`. It is the only differentiable input.
+            data: Microbatch with rows `B`. Per-token tensors are `[B, T]`, and position t belongs to token t.
             global_valid_seqs: `sum(sample_mask)` over all rows of the optimizer update.
             global_valid_toks: `sum(token_mask[:, 1:] * sample_mask[:, None])` over the same rows.
 
         Returns:
-            Scalar loss, and metrics that may be summed over microbatches and ranks; those that are a minimum or
-            maximum by their name (`extreme_of`) are reduced by it.
+            Scalar loss, and metrics that are summed over microbatches and ranks. Metrics that are a minimum or a
+            maximum by their name (`extreme_of`) are reduced in this way instead.
         """
         ...
 
@@ -113,16 +111,16 @@ class TopkLossFunction(Protocol):
 
         Args:
             student_topk_logprobs: `[B, T-1, k]`, the student's log-probabilities of the teacher's top-k tokens,
-                normalised over the whole vocabulary; differentiable.
-            teacher_topk_logprobs: `[B, T-1, k]`, the teacher's, normalised over the k tokens.
-            H_all: `[B, T-1]`, `sum p log p` of the student over the whole vocabulary, in nats: the negative of its
-                entropy, as NeMo RL gives it; differentiable.
-            data: Microbatch, as in `LossFunction`; holds `teacher_topk_logits` and `teacher_topk_indices` too.
+            normalised over the whole vocabulary. They are differentiable.
+            teacher_topk_logprobs: `[B, T-1, k]`, the teacher's log-probabilities, normalised over the k tokens.
+            H_all: `[B, T-1]`, `sum p log p` of the student over the whole vocabulary, in nats. It is the negative of
+            the entropy, as in NeMo RL, and differentiable.
+            data: Microbatch, as in `LossFunction`. It also holds `teacher_topk_logits` and `teacher_topk_indices`.
             global_valid_seqs: As in `LossFunction`.
             global_valid_toks: As in `LossFunction`.
 
         Returns:
-            As `LossFunction`.
+            Scalar loss and metrics, as in `LossFunction`.
         """
         ...
 
@@ -141,22 +139,22 @@ LOSSES: Registry[Any] = Registry(
         "preference": "nemo_rl.losses.preference.PreferenceLossFn",
     },
 )
-"""Losses that `loss_fn.name` may name; each algorithm has one of the built-in ones."""
+"""Losses that `loss_fn.name` may name. The built-in ones belong to one algorithm each."""
 
 type PerToken = Callable[[Tensor, LossData], Tensor]
 """`(logprobs [B, T-1], data aligned with them) -> losses [B, T-1]`."""
 
 
 class TokenLoss:
-    """The mean of a function over all tokens that count, made by `token_loss`.
+    """The mean of a function of tokens over all tokens that count. It is made by `token_loss`.
 
     `loss = sum(mask * per_token(logprobs, data)) / global_valid_toks`
 
     Args:
-        per_token: computes the loss of every token, counted or not. Its first argument holds the log-probabilities
-            `[B, T-1]` of tokens 1 to T-1, its second the batch, in which per-token tensors `[B, T]` are cut to the
-            same tokens: column i of both belongs to the same token.
-        needs_reference: whether the batch must hold `reference_policy_logprobs [B, T]`.
+        per_token: Function that computes the loss of every token, whether it counts or not. The first argument has the
+            log-probabilities `[B, T-1]` of tokens 1 to T-1. The second is the batch, in which per-token tensors `[B,
+            T]` are cut to the same tokens: column i of both belongs to the same token.
+        needs_reference: Whether the batch must hold `reference_policy_logprobs [B, T]`.
     """
 
     loss_type = LossType.TOKEN_LEVEL
@@ -166,7 +164,7 @@ class TokenLoss:
     def __init__(self, per_token: PerToken, needs_reference: bool = False) -> None:
         self.per_token = per_token
         self.needs_reference = needs_reference
-        # Takes name, docstring and module from the function; the module decides how workers get the loss.
+        # Name, docstring and module are those of the function. Its module decides how workers import the loss.
         functools.update_wrapper(self, per_token)
 
     def __call__(
@@ -176,10 +174,10 @@ class TokenLoss:
         global_valid_seqs: Tensor | float,
         global_valid_toks: Tensor | float,
     ) -> tuple[Tensor, LossMetrics]:
-        """See `LossFunction`. The metrics are `loss` and `nll`, the plain negative log-likelihood.
+        """See `LossFunction`. The metrics are `loss` and `nll`, the negative log-likelihood.
 
         Raises:
-            ValueError: the function's result has another shape than the log-probabilities.
+            ValueError: The result of `per_token` has another shape than the log-probabilities.
         """
         aligned = _aligned(data, next_token_logprobs.shape[1] + 1)
         losses_BT = self.per_token(next_token_logprobs, aligned)

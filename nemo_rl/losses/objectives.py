@@ -1,12 +1,12 @@
-"""Parts of the policy gradient: the tensors of a microbatch, policy ratios, importance weights and objectives.
+"""Build the parts of the policy gradient: tensors of a microbatch, ratios, importance weights and objectives.
 
-`policy_gradient` picks one ratio, one weight and one objective at construction. Objectives are element-wise losses to
-minimise, to which the caller applies masks, weights and reductions. `make_policy_batch` aligns, masks and cleans the
+`policy_gradient` chooses one ratio, one weight and one objective at construction. Objectives are element-wise losses to
+minimise. The caller applies masks, weights and reductions to them. `make_policy_batch` aligns, masks and cleans the
 tensors of a microbatch.
 
-Invariants: a ratio is differentiable in the current log-probabilities and bounded; an importance weight is neither, and
-0 where it overflows. After `make_policy_batch` every log-probability is finite, or NaN because of a real error, and
-entries that do not count are exactly 0, so no later formula has to handle padding.
+Invariants: a ratio is bounded, and differentiable in the current log-probabilities. An importance weight is not
+differentiable, not bounded, and 0 where it overflows. After `make_policy_batch` every log-probability is finite, or NaN
+because of a real error. Entries that do not count are exactly 0, so no later formula has to handle padding.
 
 Legend: `B` samples, `T` the predicted positions, one fewer than the tokens of a sequence.
 """
@@ -23,10 +23,10 @@ from nemo_rl.losses.loss_function import LossData
 from nemo_rl.losses.reductions import masked_mean, masked_sum
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios of a differentiable ratio are limited to this size before `exp`, which keeps float32 finite."""
+"""Limit of the absolute log-ratio of a differentiable ratio, which keeps its `exp` finite in float32."""
 
 type RatioFn = Callable[[Tensor, Tensor], Tensor]
-"""(log_ratio_BT, mask_BT) -> ratio_BT."""
+"""Function of `log_ratio_BT` and `mask_BT` that returns `ratio_BT`."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ImportanceWeights:
 
 
 type TruncationFn = Callable[[Tensor, Tensor, Tensor], ImportanceWeights]
-"""(raw_weights_BT, log_ratio_BT, mask_BT) -> ImportanceWeights."""
+"""Function of `raw_weights_BT`, `log_ratio_BT` and `mask_BT` that returns `ImportanceWeights`."""
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def token_ratio(log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 def sequence_mean_ratio(log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Geometric mean of the token ratios of a sequence, on each of its tokens.
+    """Geometric mean of the token ratios of a sequence, for each of its tokens.
 
     `s = (p(y|x) / q(y|x))^(1/|y|)`, GSPO, arXiv 2507.18071, equation 7.
     """
@@ -63,12 +63,12 @@ def sequence_mean_ratio(log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 def token_weight(log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """`p(token) / q(token)` for each token, without a limit, or infinite beyond the number format."""
+    """`p(token) / q(token)` for each token, without a limit. It is infinite beyond the range of the number format."""
     return log_ratio_BT.exp()
 
 
 def sequence_product_weight(log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """`p(y|x) / q(y|x)` of the whole sequence, on each of its tokens: the unbiased weight, without a limit."""
+    """`p(y|x) / q(y|x)` of the whole sequence, for each of its tokens: the unbiased weight, without a limit."""
     kept_BT = (mask_BT != 0).to(log_ratio_BT.dtype)
     total_B1 = masked_sum(log_ratio_BT, kept_BT, dim=-1)[:, None]
     return total_B1.exp().expand_as(log_ratio_BT)
@@ -80,7 +80,7 @@ def without_overflow(weights: Tensor) -> Tensor:
 
 
 def untruncated(raw_BT: Tensor, log_ratio_BT: Tensor, mask_BT: Tensor) -> ImportanceWeights:
-    """Keep the raw weights, with 0 where they overflow."""
+    """Keep the raw weights, but set weights that overflow to 0."""
     return ImportanceWeights(without_overflow(raw_BT), torch.zeros_like(raw_BT))
 
 
@@ -98,7 +98,7 @@ def drop_tokens(raw_BT: Tensor, log_ratio_BT: Tensor, mask_BT: Tensor, *, low: f
 def drop_sequences(
     raw_BT: Tensor, log_ratio_BT: Tensor, mask_BT: Tensor, *, low: float, high: float
 ) -> ImportanceWeights:
-    """Keep the raw weights, with 0 on sequences whose geometric mean token ratio lies outside of `[low, high]`."""
+    """Keep the raw weights, but with 0 on sequences whose geometric mean token ratio is outside of `[low, high]`."""
     outside_BT = _is_outside(sequence_mean_ratio(log_ratio_BT, mask_BT), low, high)
     return ImportanceWeights(_kept(raw_BT, outside_BT), outside_BT)
 
@@ -122,9 +122,9 @@ def make_truncation(kind: str | None, low: float | None, high: float | None) -> 
     """Choose the truncation of importance weights.
 
     Args:
-        kind: A key of `TRUNCATIONS`; None for none.
-        low: Lower bound, 0 when None.
-        high: Upper bound, infinite when None.
+        kind: A key of `TRUNCATIONS`. None is no truncation.
+        low: Lower bound. None is 0.
+        high: Upper bound. None is infinite.
     """
     if kind is None:
         return untruncated
@@ -132,7 +132,7 @@ def make_truncation(kind: str | None, low: float | None, high: float | None) -> 
 
 
 type ObjectiveFn = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(logprobs_BT, ratio_BT, advantages_BT) -> loss_BT."""
+"""Function of `logprobs_BT`, `ratio_BT` and `advantages_BT` that returns `loss_BT`."""
 
 
 def clip_ratio(ratio_BT: Tensor, clip_min: float, clip_max: float) -> Tensor:
@@ -197,7 +197,7 @@ def make_objective(
     Args:
         clip_min: Clip range below 1.
         clip_max: Clip range above 1.
-        clip_c: Dual-clip constant, above 1; None for single clip.
+        clip_c: Dual-clip constant, above 1. None is no dual clip.
         use_ratio: False gives REINFORCE.
         use_cispo: True gives CISPO.
     """
@@ -215,25 +215,25 @@ class PolicyBatch:
     """Tensors of one microbatch, all aligned to the predicted tokens."""
 
     logprobs_BT: Tensor
-    """Current policy, differentiable."""
+    """Log-probabilities of the current policy, differentiable."""
     prev_logprobs_BT: Tensor
-    """Policy at the start of the update; the current one detached if on-policy."""
+    """Log-probabilities of the policy at the start of the update. If on-policy, the current ones, detached."""
     generation_logprobs_BT: Tensor
-    """Engine that sampled the tokens."""
+    """Log-probabilities of the engine that sampled the tokens."""
     reference_logprobs_BT: Tensor | None
-    """Reference policy, or None if the loss does not use it."""
+    """Log-probabilities of the reference policy, or None if the loss does not use it."""
     advantages_BT: Tensor
     """Advantage per token."""
     mask_BT: Tensor
     """`token_mask * sample_mask`, and 0 on filtered tokens."""
     num_tokens_B: Tensor
-    """`sum(token_mask)` per sample, filtered tokens included."""
+    """`sum(token_mask)` per sample, including filtered tokens."""
     sample_mask_B: Tensor
     """Weight of each sample."""
     num_filtered_tokens: Tensor
-    """Scalar, tokens dropped because some log-probability was -inf."""
+    """Scalar number of tokens that are filtered because a log-probability is -inf."""
     positive_BT: Tensor
-    """1 on tokens of answers with a positive reward; without rewards, where the advantage is positive."""
+    """1 on tokens of answers with a positive reward. If rewards are not given, 1 where the advantage is positive."""
 
 
 def make_policy_batch(
@@ -241,17 +241,17 @@ def make_policy_batch(
 ) -> PolicyBatch:
     """Shift the batch by one token and mask tokens that top-k/top-p filtering made impossible.
 
-    A token that one of the policies gives probability 0 (log-probability -inf) carries no usable
-    ratio: it is dropped from the mask and counted. It stays in the denominators, which must not
-    depend on the parameters. NaN is never hidden.
+    If one of the policies gives a token probability 0 (log-probability -inf), its ratio cannot be used. Such a token is
+    removed from the mask and counted. It stays in the denominators, which must not depend on the parameters. NaN is
+    never hidden.
 
     Args:
         next_token_logprobs_BT: `[B, T-1]`, log-probabilities of tokens 1..T-1.
-        data: Holds `advantages`, `generation_logprobs`, `token_mask` `[B, T]`, `sample_mask [B]`,
-            and, where used, `prev_logprobs` and `reference_policy_logprobs` `[B, T]`; may hold
-            `positive_examples [B]`, 1 for answers with a positive reward.
-        on_policy: Take the current log-probabilities, detached, as `prev_logprobs`. Also done when
-            `data` has no `prev_logprobs`.
+        data: Holds `advantages`, `generation_logprobs` and `token_mask` `[B, T]`, `sample_mask [B]` and, if used,
+        `prev_logprobs` and `reference_policy_logprobs` `[B, T]`. It may hold `positive_examples [B]`, 1 for answers
+        with a positive reward.
+        on_policy: Use the current log-probabilities, detached, as `prev_logprobs`. This is also done if `data` has no
+        `prev_logprobs`.
         use_reference: Whether the reference log-probabilities are needed.
     """
     current_BT = next_token_logprobs_BT

@@ -1,14 +1,14 @@
 """The policy-gradient loss: GRPO, PPO clip, DAPO, GSPO, CISPO, REINFORCE and their corrections.
 
-It is composed of `objectives` and `divergence`. Invariant: every option chooses a
-function once, at construction; `__call__` runs the same lines for all options.
+The loss is composed of functions of `objectives` and `divergence`. Invariant: every option chooses a function once, at
+construction. `__call__` runs the same lines for all options.
 
     loss = reduce(w * objective(log p, ratio, A)) + beta * reduce(KL to the reference)
-           + mu * reduce(-log p on answers with a positive reward)
+        + mu * reduce(-log p on answers with a positive reward)
 
-`reduce` sums over tokens and divides by the global token count, or by a constant for each sample (Dr.GRPO), or by each
-sample's own length; the last two also divide by the global sample count. The KL term has the full gradient of the
-divergence, score-function part included, see `divergence`.
+`reduce` sums over tokens and divides the sum by the global token count, by a constant for each sample (Dr.GRPO), or by
+each sample's own length. In the last two cases it also divides by the global sample count. The KL term has the full
+gradient of the divergence, including the score-function part (see `divergence`).
 
 Legend: `B` samples, `T` predicted positions.
 """
@@ -50,7 +50,7 @@ from nemo_rl.losses.reductions import (
 )
 
 type TermFn = Callable[[PolicyBatch], Tensor]
-"""PolicyBatch -> loss_BT."""
+"""Function of a `PolicyBatch` that returns `loss_BT`."""
 
 
 class ClippedPGLossFn:
@@ -68,7 +68,7 @@ class ClippedPGLossFn:
         """Choose ratio, objective, weights, reduction and penalty terms.
 
         Args:
-            cfg: The `loss_fn` section; a dict is checked and filled in.
+            cfg: The section `loss_fn`. A dict is checked, and missing values get their defaults.
 
         Raises:
             ConfigError: Options contradict each other or a value is out of range.
@@ -80,7 +80,8 @@ class ClippedPGLossFn:
         self.loss_type = LossType.TOKEN_LEVEL if counts_tokens else LossType.SEQUENCE_LEVEL
         self.needs_reference = cfg.reference_policy_kl_penalty != 0 and not cfg.use_kl_in_reward
         is_sequence_level = cfg.sequence_level_importance_ratios
-        # With a ratio of 1, only a ratio per token gives the policy gradient if advantages differ within a sequence.
+        # If the ratio is always 1, only a ratio per token gives the policy gradient when advantages differ within a
+        # sequence.
         has_sequence_ratio = is_sequence_level and not cfg.force_on_policy_ratio
         self._ratio: RatioFn = sequence_mean_ratio if has_sequence_ratio else token_ratio
         self._raw_weight: RatioFn = sequence_product_weight if is_sequence_level else token_weight
@@ -110,14 +111,14 @@ class ClippedPGLossFn:
 
         Args:
             next_token_logprobs: `[B, T-1]`, log-probabilities of tokens 1..T-1 under the policy.
-            data: `advantages`, `generation_logprobs`, `token_mask` `[B, T]`, `sample_mask [B]`;
-                `prev_logprobs [B, T]` unless the update is on-policy; `reference_policy_logprobs
-                [B, T]` if `needs_reference`. May hold `positive_examples [B]`, 1 for answers with a positive
-                reward (without it a positive advantage decides), and, without `prev_logprobs`,
-                `num_counted_samples [B]`, in every row the rows of the global batch that have a token that counts
-                (without it `global_valid_seqs`).
+            data: Holds `advantages`, `generation_logprobs` and `token_mask` `[B, T]`, and `sample_mask [B]`. It holds
+            `prev_logprobs [B, T]` unless the update is on-policy, and `reference_policy_logprobs [B, T]` if
+            `needs_reference`. It may hold `positive_examples [B]`, 1 for answers with a positive reward; without it,
+            the answers with a positive advantage are used. Without `prev_logprobs` it may hold `num_counted_samples
+            [B]`, which in every row is the number of rows of the global batch with a token that counts; without it,
+            `global_valid_seqs` is used.
             global_valid_seqs: `sum(sample_mask)` over the global batch.
-            global_valid_toks: Tokens that count in the global batch.
+            global_valid_toks: Number of tokens that count in the global batch.
 
         Returns:
             Scalar loss and metrics (see `docs/algorithms/grpo.md` for their meaning).
@@ -182,9 +183,9 @@ class ClippedPGLossFn:
         global_valid_seqs: Tensor | float,
         global_valid_toks: Tensor | float,
     ) -> LossMetrics:
-        """Return the mean weight after truncation, and the share of weights that it changed.
+        """Return the mean weight after truncation, and the share of weights that truncation changed.
 
-        Weights of sequences are averaged over sequences. The share is over tokens; with seq-mask-tis it is over
+        Weights of sequences are averaged over sequences. The share is over tokens, but with seq-mask-tis over
         sequences.
         """
 
@@ -216,7 +217,7 @@ def _sequence_means(cfg: ClippedPGLossConfig, loss_type: LossType, penalties: It
 def _sequence_metrics(
     batch: PolicyBatch, num_counted_B: Tensor | None, global_valid_seqs: Tensor | float
 ) -> LossMetrics:
-    """Return the mismatch of sequences, for updates without `prev_logprobs` in the batch, where no sample is masked."""
+    """Return the mismatch of sequences, for updates without `prev_logprobs`, in which no sample is masked."""
     current_BT = batch.prev_logprobs_BT
     errors_B = sequence_errors(current_BT, batch.generation_logprobs_BT, batch.mask_BT)
     num_samples = global_valid_seqs if num_counted_B is None else num_counted_B.max()
@@ -235,7 +236,7 @@ def sequence_mean(
         loss_BT: A value per token.
         batch: Masks and lengths.
         global_valid_seqs: `sum(sample_mask)` over the global batch.
-        sample_length: Length that each row is divided by; None: its own number of tokens.
+        sample_length: Length that each row is divided by. If None, its own number of tokens.
     """
     length_B = batch.num_tokens_B if sample_length is None else sample_length
     per_sample_B = safe_divide(masked_sum(loss_BT, batch.mask_BT, dim=-1), length_B)
@@ -243,7 +244,7 @@ def sequence_mean(
 
 
 def _make_penalties(cfg: ClippedPGLossConfig, needs_reference: bool) -> dict[str, tuple[float, TermFn]]:
-    """Choose the terms added to the surrogate: metric name -> (coefficient, per-token term)."""
+    """Choose the terms added to the surrogate: a coefficient and a per-token term by metric name."""
     penalties: dict[str, tuple[float, TermFn]] = {}
     if needs_reference:
         penalties["kl_penalty"] = (cfg.reference_policy_kl_penalty, partial(kl_to_reference, cfg=cfg))
@@ -253,18 +254,19 @@ def _make_penalties(cfg: ClippedPGLossConfig, needs_reference: bool) -> dict[str
 
 
 def positive_nll(batch: PolicyBatch) -> Tensor:
-    """`-log p` on answers with a positive reward, 0 on others: imitation of right answers, VAPO, arXiv 2504.05118.
+    """`-log p` on answers with a positive reward, 0 on all others: imitation of right answers, VAPO, arXiv 2504.05118.
 
-    The paper divides the sum by the tokens of right answers; here it is divided as the whole loss is.
+    The paper divides the sum by the number of tokens of right answers. Here the sum is divided like the rest of the
+    loss.
     """
     return -batch.logprobs_BT * batch.positive_BT
 
 
 def kl_to_reference(batch: PolicyBatch, *, cfg: ClippedPGLossConfig) -> Tensor:
-    """Weighted KL estimate per token, where the weight's gradient is the score-function part (see `divergence`).
+    """Weighted KL estimate per token. The gradient of the weight is the score-function part (see `divergence`).
 
-    The weight is `p_now / p_engine` with `use_on_policy_kl_approximation`, else `p_now / stop(p_now)`, which is 1; of
-    the token, or the sequence's geometric mean with `sequence_level_kl_weight`.
+    With `use_on_policy_kl_approximation` the weight is `p_now / p_engine`. Otherwise it is `p_now / stop(p_now)`, whose
+    value is 1. With `sequence_level_kl_weight` it is the geometric mean over the sequence instead of the token's ratio.
     """
     assert batch.reference_logprobs_BT is not None
     sampled_by_BT = batch.generation_logprobs_BT if cfg.use_on_policy_kl_approximation else batch.logprobs_BT.detach()

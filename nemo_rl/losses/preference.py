@@ -1,17 +1,15 @@
 """Losses of preferences: pairs of answers (reward models, DPO), and single answers with a label (KTO).
 
-Rows of pairs are interleaved: row 2i is the chosen answer of pair i, row 2i + 1 the rejected one. Invariant: a pair
-counts only if both of its rows count (in NeMo RL the chosen row decides), and the number of pairs in the global batch
-is `global_valid_seqs / 2`.
+Rows of pairs are interleaved: row 2i is the chosen answer of pair i, row 2i + 1 the rejected one. The loss of a pair is
+computed from the rewards of its two answers, and then averaged over the batch. A variant of DPO is an entry of
+`VARIANTS`: a function of two rewards, and whether rewards are averages over tokens and relative to a reference. KTO
+learns from single answers that are labelled desirable or undesirable. `algorithms.kto` prepares its batches.
 
-The loss of one pair is computed from the rewards of its answers, and then reduced over the batch. A variant of DPO is a
-row of `VARIANTS`: a function of two rewards, and whether rewards are averages over tokens and relative to a reference.
-Invariant: each function is the formula of its paper, with m = reward_chosen - reward_rejected; rewards are already
-multiplied by beta.
-
-Kahneman-Tversky optimisation learns from single answers that are labelled desirable or undesirable; `algorithms.kto`
-prepares its batches. Invariant: values that all rows of the global batch share (the baseline, the number of desirable
-rows) are constant columns of the batch, so the loss does not depend on how the batch was cut.
+Invariants: a pair counts only if both of its rows count (in NeMo RL the chosen row decides), and the number of pairs in
+the global batch is `global_valid_seqs / 2`. Each pair loss is the formula of its paper, with m = reward_chosen -
+reward_rejected and with rewards that are already multiplied by beta. In KTO, values that all rows of the global batch
+share (the baseline, the number of desirable rows) are constant columns of the batch, so the loss does not depend on how
+the batch was divided.
 
 Legend: `P` pairs, `B` rows (2P for pairs), `T` predicted positions.
 """
@@ -29,7 +27,7 @@ from nemo_rl.losses.reductions import masked_sum, safe_divide
 from nemo_rl.utils.errors import ConfigError, DataError
 
 type PairLossFn = Callable[[Tensor, Tensor], Tensor]
-"""(chosen_P, rejected_P) rewards -> loss_P."""
+"""Function of the rewards `chosen_P` and `rejected_P` that returns `loss_P`."""
 
 
 def logistic_pair_loss(chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
@@ -70,13 +68,13 @@ def margin_pair_loss(chosen_P: Tensor, rejected_P: Tensor, *, margin: float) -> 
 def odds_ratio_pair_loss(chosen_P: Tensor, rejected_P: Tensor, *, beta: float) -> Tensor:
     """`-beta log sigmoid(log odds_chosen - log odds_rejected)`: ORPO, arXiv 2403.07691, equation 7.
 
-    odds = p / (1 - p), p the geometric mean of the answer's token probabilities; rewards are beta log p.
+    odds = p / (1 - p), where p is the geometric mean of the answer's token probabilities. Rewards are beta log p.
     """
     return -beta * logsigmoid(_log_odds(chosen_P / beta) - _log_odds(rejected_P / beta))
 
 
 def _log_odds(logprob_P: Tensor) -> Tensor:
-    # A probability of 1 has infinite odds. Rows without tokens have this probability and must stay finite.
+    # A probability of 1 has infinite odds. A row without tokens has the probability 1, and its loss must stay finite.
     logprob_P = logprob_P.clamp(max=-1e-7)
     return logprob_P - torch.log(-torch.expm1(logprob_P))
 
@@ -85,7 +83,7 @@ def _log_odds(logprob_P: Tensor) -> Tensor:
 class CentredMargin:
     """`-log sigmoid(m - margin) + c (chosen + rejected)^2`: a reward model whose scores stay around 0.
 
-    The margin as in Llama 2 (arXiv 2307.09288, equation 2), the centring as in arXiv 2312.09244, section 3.
+    The margin is that of Llama 2 (arXiv 2307.09288, equation 2), the centring that of arXiv 2312.09244, section 3.
     """
 
     margin: float
@@ -104,15 +102,15 @@ class Variant:
     pair_loss: PairLossFn
     """Loss of a pair from its rewards."""
     average: bool = False
-    """Rewards are means over tokens, whatever the configuration says."""
+    """Whether rewards are always means over tokens, whatever is configured."""
     needs_reference: bool = True
     """Rewards are relative to the reference policy."""
     sft_average: bool = False
-    """The likelihood term is a mean over tokens, whatever the configuration says."""
+    """Whether the likelihood term is always a mean over tokens, whatever is configured."""
 
 
 type VariantFactory = Callable[[float, float, float], Variant]
-"""(beta, label smoothing e, target margin) -> variant."""
+"""Function of beta, label smoothing e and target margin that returns a variant."""
 
 VARIANTS: dict[str, VariantFactory] = {
     "sigmoid": lambda beta, e, margin: Variant(partial(smoothed_logistic_pair_loss, e=e)),
@@ -130,7 +128,7 @@ VARIANTS: dict[str, VariantFactory] = {
 
 
 def make_variant(name: str, beta: float, label_smoothing: float, target_margin: float) -> Variant:
-    """Build the preference loss of a name.
+    """Build the preference loss with this name.
 
     Raises:
         ConfigError: no loss has this name.
@@ -142,7 +140,7 @@ def make_variant(name: str, beta: float, label_smoothing: float, target_margin: 
 
 @dataclass(frozen=True, kw_only=True)
 class DPOLossConfig:
-    """Options of `DPOLossFn`, with the names that the section `dpo` has."""
+    """Options of `DPOLossFn`, named as in the section `dpo`."""
 
     reference_policy_kl_penalty: float
     """Beta, the factor between log-ratio and reward."""
@@ -162,7 +160,7 @@ class DPOLossConfig:
 
 
 class PreferenceLossFn:
-    """Bradley-Terry loss on scores: reward-model training."""
+    """Bradley-Terry loss of scores, for training reward models."""
 
     loss_type = LossType.SEQUENCE_LEVEL
     input_type = LossInputType.LOGIT
@@ -183,10 +181,10 @@ class PreferenceLossFn:
 
         Args:
             logits: Scores `[2P]` or `[2P, 1]`, chosen and rejected interleaved.
-            data: Holds `sample_mask [2P]`, and may hold `margin [2P]`: the lead that a pair's chosen answer should
-                have, in both of its rows.
+            data: Holds `sample_mask [2P]`, and may hold `margin [2P]`, the desired difference of the scores of a pair's
+            answers, in both of its rows.
             global_valid_seqs: Valid rows in the global batch, twice the number of pairs.
-            global_valid_toks: Unused; part of the call of every loss.
+            global_valid_toks: Unused. Every loss has this argument.
 
         Returns:
             Scalar loss, and `loss`, `accuracy`, `rewards_chosen_mean`, `rewards_rejected_mean`,
@@ -204,14 +202,14 @@ class PreferenceLossFn:
         self, rewards_B: Tensor, mask_P: Tensor, margin_B: Tensor | None, global_valid_seqs: Tensor | float
     ) -> Tensor:
         chosen_P, rejected_P = split_pairs(rewards_B)
-        # Half of the margin on either side keeps the sum of the two rewards, which a pair loss may use.
+        # The margin is divided over both rewards, so that their sum, which a pair loss may use, stays the same.
         handicap_P = 0.0 if margin_B is None else margin_B[0::2].to(rewards_B.dtype) / 2
         loss_P = self._pair_loss(chosen_P - handicap_P, rejected_P + handicap_P)
         return mean_over_pairs(loss_P, mask_P, global_valid_seqs)
 
 
 def reward_metrics(rewards_B: Tensor, mask_P: Tensor, global_valid_seqs: Tensor | float) -> LossMetrics:
-    """Compare chosen with rejected answers: means over the valid pairs of the global batch."""
+    """Return means of the rewards of chosen and rejected answers over the valid pairs of the global batch."""
     chosen_P, rejected_P = split_pairs(rewards_B.detach())
 
     def mean(values_P: Tensor) -> Tensor:
@@ -229,14 +227,15 @@ def reward_metrics(rewards_B: Tensor, mask_P: Tensor, global_valid_seqs: Tensor 
 class DPOLossFn(PreferenceLossFn):
     """Direct preference optimisation, arXiv 2305.18290, equation 7, its variants, and an optional NLL term.
 
-    reward = beta * sum_t (log p - log p_reference);
-    loss = w_pref * pair_loss(reward_chosen, reward_rejected) + w_sft * NLL(chosen).
-    Where the policy equals the reference the sigmoid loss is ln 2. A variant may average over tokens and
-    leave the reference out, see `VARIANTS`.
+    reward = beta * sum_t (log p - log p_reference)
+    loss = w_pref * pair_loss(reward_chosen, reward_rejected) + w_sft * NLL(chosen)
+
+    If the policy equals the reference, the sigmoid loss is ln 2. A variant may average over tokens and leave the
+    reference out, see `VARIANTS`.
 
     Args:
         cfg: Weights, beta and the name of the variant.
-        pair_loss: Loss of a pair from its two rewards, instead of the variant's own.
+        pair_loss: Loss of a pair from its two rewards, used instead of the variant's.
     """
 
     input_type = LossInputType.LOGPROB
@@ -260,15 +259,15 @@ class DPOLossFn(PreferenceLossFn):
 
         Args:
             next_token_logprobs: `[2P, T-1]`, log-probabilities of tokens 1..T-1.
-            data: `reference_policy_logprobs` (if `needs_reference`; at their tokens' places, in NeMo RL rolled left
-                by one), `token_mask` `[2P, T]` and `sample_mask [2P]`; may hold `margin [2P]`, the offset of arXiv
-                2402.10571, equation 5.
+            data: Holds `token_mask [2P, T]`, `sample_mask [2P]` and, if `needs_reference`, `reference_policy_logprobs
+                [2P, T]`, where position t belongs to token t (in NeMo RL they are rolled left by one). It may hold
+                `margin [2P]`, the offset of arXiv 2402.10571, equation 5.
             global_valid_seqs: Valid rows in the global batch, twice the number of pairs.
-            global_valid_toks: Unused; part of the call of every loss.
+            global_valid_toks: Unused. Every loss has this argument.
 
         Returns:
-            Scalar loss; metrics of `PreferenceLossFn`, whose rewards are log-ratios in nats, without beta; `sft_loss`
-            (0 without a weight) and `preference_loss`, both before their weights.
+            Scalar loss, and the metrics of `PreferenceLossFn`, in which rewards are log-ratios in nats, without beta.
+            Further metrics are `sft_loss` (0 if its weight is 0) and `preference_loss`, both before they are weighted.
 
         Raises:
             DataError: The number of rows is odd.
@@ -313,7 +312,7 @@ def split_pairs(rows_B: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pair_mask(sample_mask_B: Tensor) -> Tensor:
-    """Return the mask `[P]` of pairs, which count if both of their rows count."""
+    """Return the mask `[P]` of pairs. A pair counts if both of its rows count."""
     chosen_P, rejected_P = split_pairs(sample_mask_B)
     return torch.minimum(chosen_P, rejected_P)
 
@@ -330,7 +329,7 @@ def _per_row(values_BT: Tensor, mask_BT: Tensor, average: bool) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class KTOLossConfig:
-    """Options of `KTOLossFn`, with the names that the section `dpo` has."""
+    """Options of `KTOLossFn`, named as in the section `dpo`."""
 
     reference_policy_kl_penalty: float
     """Beta, the factor between log-ratio and reward."""
@@ -348,8 +347,7 @@ class KTOLossFn:
         desirable:   lambda_D * (1 - sigmoid(beta * (r - z0)))
         undesirable: lambda_U * (1 - sigmoid(beta * (z0 - r)))
 
-    and the mean over all rows that count. Where the policy equals the reference and both weights are 1 the loss
-    is 1/2.
+    The loss is the mean over all rows that count. If the policy equals the reference and both weights are 1, it is 1/2.
     """
 
     loss_type = LossType.SEQUENCE_LEVEL
@@ -371,16 +369,16 @@ class KTOLossFn:
 
         Args:
             next_token_logprobs: `[B, T-1]`, log-probabilities of tokens 1..T-1.
-            data: `reference_policy_logprobs` and `token_mask` `[B, T]`; `sample_mask [B]`; `desirable [B]`, 1 or
-                0; and, the same in every row of the global batch, `kl_baseline [B]` (z0) and `num_desirable [B]`
-                (desirable rows that count).
-            global_valid_seqs: Rows that count in the global batch.
-            global_valid_toks: Unused; part of the call of every loss.
+            data: Holds `reference_policy_logprobs` and `token_mask` `[B, T]`, `sample_mask [B]` and `desirable [B]`, 1
+            or 0. It also holds `kl_baseline [B]` (z0) and `num_desirable [B]` (the number of desirable rows that
+            count), which are the same in every row of the global batch.
+            global_valid_seqs: Number of rows that count in the global batch.
+            global_valid_toks: Unused. Every loss has this argument.
 
         Returns:
-            Scalar loss; `loss`, `accuracy` (share of rows on their side of the baseline), `kl_baseline`,
-            `rewards_chosen_mean` and `rewards_rejected_mean` (r of desirable and undesirable rows, without beta),
-            `rewards_margin_mean` (their difference), `num_valid_samples`.
+            Scalar loss, and the metrics `loss`, `accuracy` (share of rows on the right side of the baseline),
+            `kl_baseline`, `rewards_chosen_mean` and `rewards_rejected_mean` (mean r of desirable and undesirable rows,
+            without beta), `rewards_margin_mean` (their difference) and `num_valid_samples`.
         """
         dtype, beta = next_token_logprobs.dtype, self.cfg.reference_policy_kl_penalty
         mask_B, desirable_B, baseline_B, count_B = (

@@ -1,7 +1,7 @@
 """Sums, means and variances under a mask.
 
-Invariant: an entry whose mask is 0 influences neither value nor gradient, whatever it holds (padding may be NaN or
-infinite), and an empty mask gives 0.
+Invariants: an entry whose mask is 0 influences neither value nor gradient, whatever its value is (padding may be NaN or
+infinite). An empty mask gives 0.
 """
 
 import torch
@@ -14,7 +14,7 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     Args:
         values: Any shape.
         mask: Weights broadcastable to `values`; usually 0 or 1.
-        dim: Dimension to sum over; all of them when None.
+        dim: Dimension to sum over. None sums over all dimensions.
     """
     weighted = torch.where(mask != 0, values, 0.0) * mask
     return weighted.sum() if dim is None else weighted.sum(dim)
@@ -38,9 +38,9 @@ def masked_mean(
     Args:
         values: Any shape.
         mask: Weights broadcastable to `values`; usually 0 or 1.
-        dim: Dimension to reduce; all of them when None.
-        global_normalization_factor: Denominator counted over the whole global batch. With it the
-            results of disjoint parts of a batch add up to the result of the whole.
+        dim: Dimension to reduce. None reduces all dimensions.
+        global_normalization_factor: Denominator counted over the global batch. With it, the results of disjoint parts
+        of a batch add up to the result of the whole batch.
 
     Returns:
         Reduced tensor; 0 where the denominator is 0.
@@ -58,11 +58,11 @@ def masked_var(values: Tensor, mask: Tensor, mean: Tensor | float | None = None,
     Args:
         values: Any shape.
         mask: 0/1 weights broadcastable to `values`.
-        mean: Mean to measure deviations from; the masked mean when None.
+        mean: Mean that deviations are measured from. If None, the masked mean.
         unbiased: Divide by `n - 1` (Bessel) instead of `n`.
 
     Returns:
-        Scalar; 0 when fewer than two entries (one, if biased) are kept.
+        Scalar, 0 if fewer than two entries (or fewer than one, if biased) are kept.
     """
     center = masked_mean(values, mask) if mean is None else mean
     total = masked_sum((values - center) ** 2, mask)

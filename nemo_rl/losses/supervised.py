@@ -1,14 +1,11 @@
-"""Losses with given targets: the next token, a teacher's distribution, the value of a state.
+"""Losses with given targets: the next token (SFT), a teacher's distribution (distillation), the value of a state (PPO).
 
-The negative log-likelihood, the loss of supervised fine-tuning.
+In `NLLLossFn` no value is clamped, so a token that counts and has probability 0 makes the loss infinite.
 
-Invariant: a token that counts and has probability 0 makes the loss infinite; no value is clamped.
-
-The loss of distillation: the divergence between a teacher's and a student's next-token distributions.
-
-`models.policy.workers.loss_calls` prepares the student's side; the teacher's top-k logits are part of the batch.
-Invariant: both sides have the temperature that the student samples with, without top-k and top-p; all values are in
-nats, per token of the student's own answer, and divided by the tokens of the global batch.
+`DistillationLossFn` is the divergence between a teacher's and a student's next-token distributions.
+`models.policy.workers.loss_calls` prepares the student's distribution, and the teacher's top-k logits are part of the
+batch. Invariants: both distributions have the temperature that the student samples with, without top-k and top-p. All
+values are in nats, per token of the student's own answer, and divided by the number of tokens of the global batch.
 
 With `S` the teacher's k most likely tokens after a prefix, `q` the softmax of the teacher's logits over `S`, and `p`
 the student's softmax over the whole vocabulary:
@@ -20,20 +17,17 @@ the student's softmax over the whole vocabulary:
         forward = sum_S q (log q - log p)
         reverse = sum_S p (log p - log q) + sum_outside p (log p - LOG_TEACHER_OUTSIDE)
 
-`mixed` is `w forward + (1 - w) reverse` with `w = mixed_kl_weight`. For k = V all of them are the exact divergences.
-The true reverse divergence to a teacher without mass outside `S` is infinite; the finite `LOG_TEACHER_OUTSIDE` pulls
+`mixed` is `w forward + (1 - w) reverse` with `w = mixed_kl_weight`. For k = V all of these are the exact divergences.
+The true reverse divergence to a teacher without mass outside `S` is infinite. The finite `LOG_TEACHER_OUTSIDE` pulls
 the student's mass strongly into `S`.
 
-Sources: forward KL, Hinton et al. 2015 (arXiv 1503.02531); reverse KL on the student's own samples, MiniLLM
-(Gu et al. 2023, arXiv 2306.08543); on-policy with either direction, GKD (Agarwal et al. 2023, arXiv 2306.13649).
+Sources: forward KL, Hinton et al. 2015 (arXiv 1503.02531); reverse KL on the student's own samples, MiniLLM (Gu et al.
+2023, arXiv 2306.08543); on-policy with either direction, GKD (Agarwal et al. 2023, arXiv 2306.13649).
 
-The squared error of a critic, with limited steps.
-
-Invariant: a value outside of the mask influences neither loss nor gradient.
+`MseValueLossFn` is the squared error of a critic, whose steps may be limited. Invariant: a value outside of the mask
+influences neither loss nor gradient.
 
 Legend: `B` samples, `T` predicted positions, `k` teacher tokens.
-
-Legend: `B` samples, `T` predicted positions.
 """
 
 from collections.abc import Mapping
@@ -67,8 +61,8 @@ class NLLLossFn:
         Args:
             next_token_logprobs: `[B, T-1]`, log-probabilities of tokens 1..T-1.
             data: Holds `token_mask [B, T]` and `sample_mask [B]`.
-            global_valid_seqs: Unused; part of the call of every loss.
-            global_valid_toks: Tokens that count in the whole global batch.
+            global_valid_seqs: Unused. Every loss has this argument.
+            global_valid_toks: Number of tokens that count in the global batch.
 
         Returns:
             Scalar loss, and `loss`, `num_unmasked_tokens`, `num_valid_samples`.
@@ -85,7 +79,7 @@ class NLLLossFn:
 
 
 LOG_TEACHER_OUTSIDE = -100.0
-"""Log-probability in nats that the teacher is taken to give each token outside of its top-k."""
+"""Assumed log-probability, in nats, of each token outside of the teacher's top-k."""
 
 
 class DistillationLossFn:
@@ -115,22 +109,22 @@ class DistillationLossFn:
 
         Args:
             student_topk_logprobs: `[B, T, k]`, the student's log-probabilities of the teacher's top-k tokens,
-                normalised over the whole vocabulary. Without `zero_outside_topk` they may also be normalised
-                over the k tokens, or not at all.
-            teacher_topk_logprobs: `[B, T, k]`, the teacher's, up to a constant per position.
-            H_all: `[B, T]`, `sum p log p` of the student over the whole vocabulary, the negative of its entropy;
-                needed for the reverse direction with `zero_outside_topk`.
+            normalised over the whole vocabulary. Without `zero_outside_topk` they may also be normalised over the k
+            tokens, or not at all.
+            teacher_topk_logprobs: `[B, T, k]`, the teacher's log-probabilities, up to a constant per position.
+            H_all: `[B, T]`, `sum p log p` of the student over the whole vocabulary, the negative of its entropy.
+            Required for the reverse direction with `zero_outside_topk`.
             data: Holds `token_mask [B, T + 1]` and `sample_mask [B]`.
-            global_valid_seqs: Unused; part of the call of every loss.
-            global_valid_toks: Tokens that count in the whole global batch.
+            global_valid_seqs: Unused. Every loss has this argument.
+            global_valid_toks: Number of tokens that count in the global batch.
 
         Returns:
-            Scalar loss, and `loss`, `forward_kl`, `reverse_kl`, `student_topk_mass`, `student_entropy` (the last
-            three where the inputs allow), `num_unmasked_tokens`, and `num_valid_samples`: all samples with an
-            answer, also those with `sample_mask` 0, as in NeMo RL.
+            Scalar loss, and the metrics `loss`, `forward_kl`, `student_topk_mass`, `num_unmasked_tokens` and
+            `num_valid_samples`. The last one counts all samples with an answer, also those with `sample_mask` 0, as in
+            NeMo RL. If the inputs allow, also `reverse_kl` and `student_entropy`.
 
         Raises:
-            ValueError: `H_all` is needed and missing.
+            ValueError: `H_all` is required and missing.
         """
         sample_mask_B = data["sample_mask"].to(student_topk_logprobs.dtype)
         mask_BT = data["token_mask"][:, 1:].to(student_topk_logprobs.dtype) * sample_mask_B[:, None]
@@ -171,7 +165,7 @@ class DistillationLossFn:
             return forward_BT, (p_BTk * (log_p_BTk - log_q_BTk)).sum(-1)
         if H_all_BT is None:
             return forward_BT, None
-        # H_all covers all of V, so tokens outside S need no separate terms.
+        # H_all includes all of the vocabulary, so tokens outside S need no separate terms.
         cross_BT = (p_BTk * log_q_BTk).sum(-1) + (1 - p_BTk.sum(-1)) * LOG_TEACHER_OUTSIDE
         return forward_BT, H_all_BT - cross_BT
 
@@ -179,18 +173,18 @@ class DistillationLossFn:
 class MseValueLossFn:
     """The mean over tokens of the squared difference between values and returns.
 
-    With the value V, the one before the updates of the step V_old, and the return R of a token:
+    V is the value of a token's state, V_old its value before the updates of the step, and R the token's return:
 
         scale * 1/2 * max((V - R)^2, (clip(V, V_old - cliprange, V_old + cliprange) - R)^2)
 
-    Without `cliprange` it is `scale * 1/2 * (V - R)^2`. The larger of the two squares keeps the gradient of a value
-    that has moved away from its return; one that has moved towards it by more than `cliprange` has no gradient.
+    Without `cliprange` the loss is `scale * 1/2 * (V - R)^2`. Because of the maximum, a value that has moved away from
+    its return keeps its gradient. A value that has moved towards its return by more than `cliprange` has no gradient.
 
     Args:
-        cfg: the section `value_loss_fn`; a dict is checked and filled in.
+        cfg: The section `value_loss_fn`. A dict is checked, and missing values get their defaults.
 
     Raises:
-        ConfigError: a value is out of range.
+        ConfigError: A value is out of range.
     """
 
     loss_type = LossType.TOKEN_LEVEL
@@ -212,14 +206,14 @@ class MseValueLossFn:
 
         Args:
             values: `[B, T-1]`, values of the states before tokens 1..T-1.
-            data: `values`, those before the updates of the step, `returns` and `token_mask` `[B, T]`, and
-                `sample_mask [B]`.
-            global_valid_seqs: Unused; part of the call of every loss.
-            global_valid_toks: Tokens that count in the global batch.
+            data: Holds `values` (those before the updates of the step), `returns` and `token_mask` `[B, T]`, and
+            `sample_mask [B]`.
+            global_valid_seqs: Unused. Every loss has this argument.
+            global_valid_toks: Number of tokens that count in the global batch.
 
         Returns:
-            Scalar loss; `loss`, `vf_clipfrac` (share of the tokens without a gradient because of the limit),
-            `values_mean`, `values_min` and `values_max` of the current values, `num_valid_samples`.
+            Scalar loss, and the metrics `loss`, `vf_clipfrac` (share of the tokens without a gradient because of
+            `cliprange`), `values_mean`, `values_min` and `values_max` of the current values, and `num_valid_samples`.
         """
         mask_B = data["sample_mask"].to(values.dtype)
         mask_BT = data["token_mask"][:, 1:].to(values.dtype) * mask_B[:, None]
@@ -230,7 +224,7 @@ class MseValueLossFn:
         error_BT = (values_BT - returns_BT).square()
         worst_BT = error_BT
         if self.cfg.cliprange is not None:
-            # Bounds of the value, not of its change: a value within them stays as it is, bit for bit.
+            # The value is clamped, not its change, so that a value within the bounds stays as it is, bit for bit.
             limited_BT = values_BT.clamp(old_BT - self.cfg.cliprange, old_BT + self.cfg.cliprange)
             worst_BT = torch.maximum(error_BT, (limited_BT - returns_BT).square())
 
@@ -250,5 +244,5 @@ class MseValueLossFn:
 
 
 def _shifted(each_BT: Tensor, like: Tensor) -> Tensor:
-    """Return the entries of tokens 1..T-1, in the number format of the values."""
+    """Return the entries of tokens 1..T-1, converted to the dtype of the values."""
     return each_BT[:, 1:].to(like.dtype)

@@ -1,1 +1,1 @@
-"""Models: policies that learn and engines that generate."""
+"""Models: the policies that are trained, and the engines that sample."""

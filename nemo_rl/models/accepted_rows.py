@@ -1,7 +1,7 @@
-"""State which rows a training backend or an engine accepts, and refuse the others by name.
+"""Describe which rows a training backend or an engine accepts, and refuse all other rows with a message.
 
-Backends declare it in `TrainingBackend.accepted_rows`, engines in `generation.registry`. Invariant: a row input never
-reaches a model that does not read it.
+Backends describe this in `TrainingBackend.accepted_rows`, engines in `generation.registry`. Invariant: a row input
+never reaches a model that does not read it.
 """
 
 import inspect
@@ -24,11 +24,11 @@ class AcceptedRows:
     """Rows that a backend or an engine accepts. Token ids with positions 0 to n - 1 are always accepted."""
 
     reader: str
-    """The reader of the rows, for messages: the key that chose it, or a class."""
+    """Name of the reader of the rows, for messages: the configuration key that chose it, or a class."""
     inputs: bool = False
-    """Accepts further inputs; the model's forward must have parameters of their names."""
+    """Whether further inputs are accepted. The model's forward must have parameters with their names."""
     positions: bool = False
-    """Accepts rows that compute their own positions."""
+    """Whether rows with their own position rule are accepted."""
 
     def refusal(self, row: RowInputs) -> str | None:
         """Return why a row is refused, or None if it is accepted."""
@@ -41,7 +41,7 @@ class AcceptedRows:
         """Refuse rows that are not accepted.
 
         Raises:
-            ConfigError: a row is refused; the message names its inputs, the reader, and who accepts such rows.
+            ConfigError: A row is refused. The message names its inputs, the reader, and who accepts such rows.
         """
         for row in rows:
             reason = self.refusal(row)
@@ -50,10 +50,10 @@ class AcceptedRows:
 
 
 def require_parameters(module: nn.Module, names: Iterable[str]) -> None:
-    """Require that a module's forward names these arguments, because many forwards ignore unknown arguments.
+    """Check that a module's forward has parameters with these names, because many forwards ignore unknown arguments.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: A parameter is missing.
     """
     known = inspect.signature(type(module).forward).parameters
     missing = [name for name in names if name not in known]

@@ -4,10 +4,10 @@
     stored         runner actor ─► pack_rows ─► object store ───────────────────► rank: whole ─► [b, T] tensors
                         └────────► lengths, rewards ─► driver: `STORED_ROWS` ───────┘
 
-The driver plans with lengths, and log-probabilities that ranks compute of stored rows stay in the store too. Only this
-file and `experience.runners.stored`, which makes stored rows, know their columns; all other code asks `BatchRows.of`.
-Invariant: both kinds of rows give the same results, and `whole` makes the tensors that the driver would have made, bit
-for bit.
+The driver plans with lengths. Log-probabilities that ranks compute for stored rows also stay in the object store. Only
+this module and `experience.runners.stored`, which makes stored rows, know the columns of stored rows. All other code
+uses `BatchRows.of`. Invariant: both kinds of rows give the same results, and `whole` makes the tensors that the driver
+would have made, bit for bit.
 """
 
 import pickle
@@ -36,35 +36,35 @@ if TYPE_CHECKING:
 STORED_ROWS = "stored_rows"
 """Key of a batch: a list of B `StoredRow`s, in place of the tensors that `StoredRows.STORED` names."""
 NUM_WRITTEN = "num_written_tokens"
-"""Key of such a batch: `[B]` int64, tokens that the policy wrote."""
+"""Key of a batch of stored rows: `[B]` int64, number of tokens that the policy wrote."""
 _NUM_STALE = "num_stale_tokens"
-"""Key of such a batch while ranks score it: `num_stale_B` of `BatchRows.score`."""
+"""Key of a batch of stored rows while ranks score it: `num_stale_B` of `BatchRows.score`."""
 SCORE_KEYS = ("prev_logprobs", "reference_policy_logprobs")
-"""Keys that have a list of B `StoredScores` in such a batch, or None for a row whose scores are the engine's."""
+"""Keys of a batch of stored rows that have a list of B `StoredScores`, or None for a row with the engine's scores."""
 FETCH_S = 600.0
-"""Seconds to get the rows of a rank from the object store."""
+"""Time limit for getting the rows of a rank from the object store, in seconds."""
 _NUM_COMPARED = 64
 """Stored rows that are fetched to compare policy and engines."""
 
 
 @dataclass(frozen=True)
 class PackedRows:
-    """The tokens of some rows, end to end."""
+    """The tokens of some rows, concatenated."""
 
     ends: list[int]
-    """End of each row."""
+    """Position after the last token of each row."""
     token_ids: NDArray[np.int32]
     """`[N]` int32."""
     is_written: NDArray[np.bool_]
     """`[N]` bool, tokens that the policy wrote."""
     logprobs: NDArray[np.float32]
-    """`[N]` float32, the engine's log-probabilities; 0 where `is_written` is false."""
+    """`[N]` float32, the engine's log-probabilities. 0 where `is_written` is false."""
     texts: NDArray[np.uint8]
-    """`[M]` uint8, a pickle of each row's messages without tokens, end to end; ranks do not read them."""
+    """`[M]` uint8, the concatenated pickles of each row's messages without tokens. Ranks do not read them."""
     text_ends: list[int]
-    """End of each row's pickle."""
+    """Position after each row's pickle."""
     experts: Experts | None = None
-    """`[N, L, k]` as the key `routed_experts` of a batch; None if no engine reported experts."""
+    """`[N, L, k]`, in the form of the key `routed_experts` of a batch. None if no engine reported experts."""
 
     def start_of(self, index: int) -> int:
         """Return the position of the first token of a row."""
@@ -77,7 +77,7 @@ class PackedRows:
         return messages
 
     def experts_of(self, index: int) -> Experts | None:
-        """Return the experts of a row, or None."""
+        """Return the experts of a row, or None if there are none."""
         return None if self.experts is None else self.experts[self.start_of(index) : self.ends[index]]
 
 
@@ -86,9 +86,9 @@ class StoredScores:
     """Log-probabilities of a row in the object store."""
 
     scores: "ray.ObjectRef[NDArray[np.float32]]"
-    """Reference of `[N]` float32, the scores of some rows end to end."""
+    """Reference of `[N]` float32, the concatenated scores of some rows."""
     start: int
-    """Position of the row's first token there."""
+    """Position of the row's first token in these scores."""
 
 
 @dataclass(frozen=True)
@@ -96,19 +96,19 @@ class StoredRow:
     """A row in the object store."""
 
     rows: "ray.ObjectRef[PackedRows]"
-    """Reference of its `PackedRows`."""
+    """Reference of the `PackedRows` that contain the row."""
     index: int
-    """Its place there."""
+    """Index of the row in these `PackedRows`."""
     width: int
-    """Tokens of the longest row of the whole batch, T."""
+    """Number of tokens of the longest row of the whole batch, T."""
     pad_token_id: int
     """Id written after the end of the row."""
     path: Path
-    """Place of the row in the tree of the rows there."""
+    """Place of the row in the tree of prefixes of these rows."""
 
     @staticmethod
     def pack_list(rows: "Sequence[StoredRow]") -> "_Columns":
-        """Return what `tensor_transport.pack_tensors` pickles in place of a list of rows, and unpickles as the list."""
+        """Return the object that `tensor_transport.pack_tensors` pickles for a list of rows. It unpickles as a list."""
         return _Columns(rows)
 
 
@@ -140,7 +140,7 @@ def _rows_of_columns(references: Sequence[Any], numbers: Sequence[int], *columns
 
 
 def pack_rows(message_logs: Sequence[Sequence[Any]]) -> PackedRows:
-    """Pack the messages of some rows, each with `token_ids` and, if the policy wrote it, `generation_logprobs`."""
+    """Pack the messages of some rows. Each has `token_ids` and, if the policy wrote it, `generation_logprobs`."""
     messages = [message for log in message_logs for message in log]
     lengths = [message["token_ids"].numel() for message in messages]
     written = [message.get("generation_logprobs") for message in messages]
@@ -158,7 +158,7 @@ def pack_rows(message_logs: Sequence[Sequence[Any]]) -> PackedRows:
 
 
 def paths_of(packed: PackedRows, groups: Sequence[int] | None = None) -> list[Path]:
-    """Return what each row shares with others of its prompt in `groups`, or with all if `groups` is None."""
+    """Return the prefixes that each row shares with rows of its prompt in `groups`, or with all rows if None."""
     bounds = zip([0, *packed.ends], packed.ends, strict=False)
     tokens = [packed.token_ids[start:end] for start, end in bounds]
     return Prefixes.of_groups(tokens, groups or [0] * len(tokens)).paths()
@@ -188,9 +188,9 @@ class Kept(NamedTuple):
     """Scores of the b rows of a rank."""
 
     scores: "ray.ObjectRef[Any]"
-    """Reference of `[N]` float32, end to end."""
+    """Reference of `[N]` float32, the concatenated scores."""
     starts: list[int]
-    """Position of each row."""
+    """Position of the first token of each row in the scores."""
     errors_B: Tensor
     """`[b]` float32, `sequence_errors` of the rows."""
 
@@ -203,9 +203,9 @@ class BatchRows:
     """B rows, the longest of T tokens. Scores and advantages are written into it."""
 
     SCORED: ClassVar[tuple[str, ...]] = ("input_ids", "input_lengths", PROMPT_GROUPS, ROW_INPUTS)
-    """Columns that a model reads to score the rows."""
+    """Columns that a model needs to score the rows."""
     STORED: ClassVar[tuple[str, ...]] = ()
-    """Columns that the batch does not have and `whole` has."""
+    """Columns that are missing in the batch and that `whole` adds."""
 
     @staticmethod
     def of(batch: BatchedDataDict[Any]) -> "BatchRows":
@@ -215,7 +215,7 @@ class BatchRows:
     def whole(self) -> BatchedDataDict[Any]:
         """Return the batch with the tokens of its rows.
 
-        A stored row whose `input_lengths` is smaller than its number of stored tokens is cut: filler rows have one
+        A stored row whose `input_lengths` is smaller than its number of stored tokens is cut. Filler rows have one
         token.
 
         Returns:
@@ -229,14 +229,14 @@ class BatchRows:
         return self.batch
 
     def to_compare(self) -> BatchedDataDict[Any]:
-        """Return the first rows with their tokens: all of them, or as many as are fetched for a comparison."""
+        """Return the first rows with their tokens: all rows, or as many stored rows as are fetched for a comparison."""
         return self.batch
 
     def prefixes(self) -> Prefixes:
-        """Find what the rows share with all others, or with rows of their prompt if the batch has `PROMPT_GROUPS`.
+        """Find the prefixes that rows share with all rows or, if the batch has `PROMPT_GROUPS`, within their prompt.
 
-        Stored rows share within their object. Rows with further inputs (`data.model_rows`) share nothing, because the
-        model expects their inputs once for each row.
+        Stored rows share prefixes only within their object. Rows with further inputs (`data.model_rows`) share no
+        prefixes, because the model expects their inputs once for each row.
         """
         batch, lengths = self.batch, self.batch["input_lengths"].tolist()
         if ROW_INPUTS in batch:
@@ -250,11 +250,11 @@ class BatchRows:
         return self.batch["token_mask"][:, 1:].sum(1, dtype=torch.float64)
 
     def counted(self) -> Tensor:
-        """Return `[B]` bool: rows with a token that counts in the loss."""
+        """Return which rows have a token that counts in the loss, `[B]` bool."""
         return (self.num_written() > 0) & (self.batch["sample_mask"] != 0)
 
     def advantage_mask(self) -> Tensor:
-        """Return `[B, A]` float32, not 0 where a row has an advantage that counts: A is T, or 1 for all its tokens."""
+        """Return a mask `[B, A]` float32 of advantages that count: A is T, or 1 if the tokens of a row share one."""
         return self.batch["token_mask"] * self.batch["sample_mask"][:, None]
 
     def advantage_counts(self) -> Tensor | None:
@@ -262,13 +262,13 @@ class BatchRows:
         return None
 
     def score(self, policy: "ScoringModel", num_stale_B: Tensor | None = None) -> Tensor:
-        """Write `prev_logprobs`, where stale tokens have the engine's log-probabilities.
+        """Write `prev_logprobs`. Stale tokens get the engine's log-probabilities.
 
-        Nothing is scored if all tokens are stale.
+        The policy scores no rows if all tokens are stale.
 
         Args:
-            policy: scores the rows.
-            num_stale_B: as `StepBatch.num_stale_B`; None: no token is stale.
+            policy: Policy that scores the rows.
+            num_stale_B: See `StepBatch.num_stale_B`. If None, no token is stale.
 
         Returns:
             `sequence_errors` `[B]` float32.
@@ -290,7 +290,7 @@ class BatchRows:
 class StoredRows(BatchRows):
     """Rows whose tokens and log-probabilities stay in the object store until a rank needs them.
 
-    The driver has lengths and counts only, and one advantage for all tokens of a row: `advantages` is `[B, 1]`.
+    The driver has only lengths and counts, and one advantage for all tokens of a row: `advantages` is `[B, 1]`.
     """
 
     SCORED: ClassVar[tuple[str, ...]] = ("input_lengths", "sample_mask", STORED_ROWS, _NUM_STALE, PROMPT_GROUPS)
@@ -333,7 +333,7 @@ class StoredRows(BatchRows):
 
     @override
     def prefixes(self) -> Prefixes:
-        # A row that is cut shares nothing, as its path is that of the whole row.
+        # A row that is cut shares nothing, because its path is the path of the whole row.
         lengths = self.batch["input_lengths"].tolist()
         groups = self.batch[PROMPT_GROUPS].tolist() if PROMPT_GROUPS in self.batch else [0] * len(lengths)
         numbers: dict[Any, int] = {}
@@ -377,7 +377,7 @@ class StoredRows(BatchRows):
         self.batch["reference_policy_logprobs"], _ = policy.keep_logprobs(self.batch, of_reference=True)
 
     def keep(self, whole: BatchedDataDict[Any], scores_BT: Tensor) -> Kept:
-        """Put the scores `[b, T]` of a rank's rows into the object store, as `score` describes them."""
+        """Put the scores `[b, T]` of a rank's rows into the object store, with the engine's for stale tokens."""
         import ray  # deferred: see `fetched`
 
         scores_BT = _of_samplers(whole, scores_BT, self.batch.get(_NUM_STALE))
@@ -394,14 +394,14 @@ def stale_tokens(rows: BatchedDataDict[Any], num_stale_B: Tensor) -> Tensor:
 
 
 def _of_samplers(rows: BatchedDataDict[Any], scores_BT: Tensor, num_stale_B: Tensor | None) -> Tensor:
-    """Return scores of whole rows, with the engine's log-probabilities where tokens are stale."""
+    """Return the scores of whole rows, but the engine's log-probabilities where tokens are stale."""
     if num_stale_B is None:
         return scores_BT
     return torch.where(stale_tokens(rows, num_stale_B), rows["generation_logprobs"], scores_BT)
 
 
 def _errors(rows: BatchedDataDict[Any], scores_BT: Tensor) -> Tensor:
-    """Return how far scores of whole rows are from the engine's log-probabilities, `[B]`."""
+    """Return the `sequence_errors` of whole rows between the scores and the engine's log-probabilities, `[B]`."""
     mask_BT = rows["token_mask"] * rows["sample_mask"][:, None]
     return sequence_errors(scores_BT[:, 1:], rows["generation_logprobs"][:, 1:], mask_BT[:, 1:])
 
@@ -409,7 +409,7 @@ def _errors(rows: BatchedDataDict[Any], scores_BT: Tensor) -> Tensor:
 def _fetched_scores(
     stored: Sequence[StoredScores | None], lengths: Sequence[int], of_engines: NDArray[np.float32]
 ) -> NDArray[np.float32]:
-    """Return the stored scores of rows `[b, T]`, with those of the engines for rows without any."""
+    """Return the stored scores of rows `[b, T]`. Rows without stored scores get the engines' log-probabilities."""
     found = fetched([row.scores for row in stored if row is not None])
     scores = of_engines.copy()
     for row, (reference, length) in enumerate(zip(stored, lengths, strict=True)):

@@ -1,8 +1,7 @@
-"""Experts that routers choose: a layout of recorded ones (`policy.router_replay`), and how tokens spread.
+"""Lay out recorded experts for replay (`policy.router_replay`), and measure how tokens spread over experts.
 
-Lay the experts of a batch out like the tokens of a microbatch, and count the tokens that have some.
-
-Measure how evenly tokens spread over the experts of each layer, in the same way for every training backend.
+The experts of a batch are laid out like the tokens of a microbatch, and the tokens with recorded experts are counted.
+The spread of tokens over the experts of each layer is measured in the same way for every training backend.
 """
 
 import math
@@ -24,13 +23,13 @@ def laid_out(
 ) -> Tensor:
     """Move the experts of rows to the places of their tokens in the model's input.
 
-    Where rows share a token, it has the experts of the first row that has some.
+    If rows share a token, it gets the experts of the first row that has experts for it.
 
     Args:
         experts_BTLk: `[B, T, L, k]`.
-        lengths: tokens of each row.
-        places: maps rows and columns of tokens to their places in the flattened model tokens.
-        shape: of the model's tokens, `(b, t)`.
+        lengths: Number of tokens of each row.
+        places: Function from rows and columns of tokens to their indices in the flattened model tokens.
+        shape: Shape `(b, t)` of the model's tokens.
 
     Returns:
         `[b, t, L, k]` of the same dtype, `NOT_REPORTED` on padding.
@@ -44,7 +43,7 @@ def laid_out(
 
 
 def is_reported(experts: Tensor) -> Tensor:
-    """Return which tokens have experts, `[...]` bool of `[..., L, k]`."""
+    """Return which tokens have reported experts, `[...]` bool for experts `[..., L, k]`."""
     return experts[..., 0, 0] != NOT_REPORTED
 
 
@@ -53,11 +52,11 @@ def require_layers(experts: Tensor, layers: int, of_token: int) -> None:
 
     Args:
         experts: `[..., L, k]` as the engine reported them.
-        layers: layers with experts of the policy.
-        of_token: experts of a token in each of them.
+        layers: Number of layers with experts in the policy.
+        of_token: Number of experts of a token in each of these layers.
 
     Raises:
-        ConfigError: the numbers differ.
+        ConfigError: The numbers differ.
     """
     if tuple(experts.shape[-2:]) != (layers, of_token):
         raise ConfigError(
@@ -68,7 +67,7 @@ def require_layers(experts: Tensor, layers: int, of_token: int) -> None:
 
 
 class ReplayCounts:
-    """Counts an update's tokens, without padding, whose experts were replayed, on all ranks.
+    """Counter of an update's tokens whose experts were replayed, on all ranks and without padding.
 
     Args:
         device: device on which the model computes.
@@ -81,16 +80,16 @@ class ReplayCounts:
         """Count the tokens of a microbatch.
 
         Args:
-            experts: `[b, t, L, k]`; None: none were reported.
+            experts: `[b, t, L, k]`. None if no experts were reported.
             real_tokens: `[b, t]` bool, False on padding.
         """
         reported = torch.zeros_like(real_tokens) if experts is None else is_reported(experts) & real_tokens
         self._counts += torch.stack([reported.sum(), real_tokens.sum()])
 
     def end_update(self) -> dict[str, float]:
-        """Return the shares of tokens with replayed experts and with the routers' choice, in a collective call.
+        """Return the shares of tokens with replayed experts and with the router's own choice, in a collective call.
 
-        If several ranks see the same tokens, all counts grow by the same factor.
+        If several ranks have the same tokens, all counts grow by the same factor, so the shares stay the same.
         """
         dist.all_reduce(self._counts)
         replayed, total = self._counts.tolist()
@@ -98,7 +97,7 @@ class ReplayCounts:
         return {REPLAYED: replayed / total, FELL_BACK: 1.0 - replayed / total} if total else {}
 
     def start_update(self) -> None:
-        """Forget what was counted."""
+        """Reset the counts."""
         self._counts.zero_()
 
 
@@ -106,15 +105,15 @@ def load_metrics(counts: Iterable[Tensor], *, each_layer: bool = False) -> dict[
     """Compute metrics from the numbers of tokens of each expert, summed over all ranks.
 
     Args:
-        counts: for each layer, `[E]` tokens of each expert; layers without any token are skipped.
-        each_layer: also return the three numbers of each layer alone, as `moe/layer_<n>/load_max` and so on, with `n`
-            the layer's position in `counts`, from 0.
+        counts: `[E]` numbers of tokens of each expert, for each layer. Layers without any token are skipped.
+        each_layer: Whether to also return the three numbers of each layer, as `moe/layer_<n>/load_max` and so on, where
+        `n` is the layer's position in `counts`, from 0.
 
     Returns:
-        `moe/load_max`: most tokens of an expert divided by the mean of its layer, in the worst layer;
-        `moe/unused_experts`: share of experts without a token, mean over layers;
-        `moe/load_entropy`: entropy of the distribution over experts, 1 if all have the same load, mean over layers.
-        Empty if no layer has tokens.
+        `moe/load_max`, the largest number of tokens of an expert divided by the mean of its layer, in the worst layer.
+        `moe/unused_experts`, the share of experts without a token, as a mean over layers. `moe/load_entropy`, the
+        entropy of the distribution over experts, 1 if all have the same load, as a mean over layers. Empty if no layer
+        has tokens.
     """
     numbered = {number: layer.double() for number, layer in enumerate(counts) if layer.any()}
     if not numbered:

@@ -1,20 +1,16 @@
-"""Float8 in scaled blocks: the number formats, and which weights of a model engines get in them.
+"""Quantize weights to float8 in scaled blocks, and decide which weights of a model engines get in float8.
 
-Quantize matrices to float8 (e4m3) with one scale for each block of values.
+Matrices are quantized to float8 (e4m3) with one scale for each block of values. Sources: blocks of 128 x 128 weights
+and of 1 x 128 activations, DeepSeek-V3 technical report, arXiv 2412.19437, section 3.3; MXFP8, OCP Microscaling Formats
+(MX) 1.0, section 5.2 (blocks of 32 along a row, scales in e8m0). The scale of a block is its largest magnitude divided
+by 448, the largest number of e4m3, so no value is clipped. Scales that are powers of two are rounded up. The MX
+specification rounds them down and clips values, but the kernels of NVIDIA round up. Invariant: a matrix of zeros stays
+zero, and every scale is finite and above zero.
 
-Sources: blocks of 128 x 128 weights and of 1 x 128 activations, DeepSeek-V3 technical report, arXiv 2412.19437, section
-3.3; MXFP8, OCP Microscaling Formats (MX) 1.0, section 5.2 (blocks of 32 along a row, scales in e8m0). The scale of a
-block is its largest magnitude divided by 448, the largest number of e4m3, so no value is clipped. Where scales are
-powers of two they are rounded up; the MX text rounds them down and clips instead, the kernels of NVIDIA round up.
-
-Invariant: a matrix of zeros stays zero, and every scale is finite and above zero.
-
-Choose the weights of a model that engines get in float8, and what is sent in place of each. Linear layers of decoder
-layers are quantized: projections of attention and of feed-forward networks, also those of experts. Embeddings, output
-heads, norms, biases and routers are not, as in DeepSeek-V3. Invariant: what is sent depends on name and shape alone, so
-all trainer ranks agree on it.
-
-Read from the configuration which weights the engines of a run get in float8.
+`WeightQuantization` decides by the configuration which weights are quantized, and encodes them. Linear layers of
+decoder layers are quantized: projections of attention and of feed-forward networks, including those of experts.
+Embeddings, output heads, norms, biases and routers are not, as in DeepSeek-V3. Invariant: the decision depends only on
+the name and shape of a weight, so all trainer ranks agree.
 """
 
 import re
@@ -32,11 +28,11 @@ from nemo_rl.models.huggingface.load import load_model_config
 
 _E4M3_MAX = 448.0
 _LEAST_MAGNITUDE = 1e-4
-"""Least magnitude that a float32 scale is made for, as in DeepGEMM's and vLLM's kernels: blocks of zeros need one."""
+"""Least magnitude for which a float32 scale is computed, as in DeepGEMM and vLLM. Blocks of zeros need it."""
 _LEAST_NORMAL = torch.finfo(torch.float32).tiny
 _EXPONENT_BIAS = 127
 _MOST_EXPONENT = 254
-"""Largest exponent of e8m0 that is a number; 255 is NaN."""
+"""Largest exponent of e8m0 that stands for a number. 255 is NaN."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +40,15 @@ class BlockFormat:
     """A format of float8 values in blocks."""
 
     rows: int
-    """Rows of a block."""
+    """Number of rows of a block."""
     columns: int
-    """Columns of a block."""
+    """Number of columns of a block."""
     scales: Literal["float32", "power_of_two", "e8m0"] = "float32"
-    """Kind of the scales. "float32": the exact scale; "power_of_two": float32 too, rounded up to a power of two;
-    "e8m0": the same power as its exponent plus 127, uint8."""
+    """Kind of the scales: "float32" for exact scales, "power_of_two" for float32 scales rounded up to a power of two,
+    or "e8m0" for the exponent of that power plus 127, as uint8."""
 
     def grid(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Return the number of blocks of a matrix in each direction, of which the last may be cut off."""
+        """Return the number of blocks of a matrix in each direction. The last block may be cut off."""
         num_rows, num_columns = shape
         return -(-num_rows // self.rows), -(-num_columns // self.columns)
 
@@ -75,7 +71,7 @@ class Quantized(NamedTuple):
     values: Tensor
     """`[R, C]` float8_e4m3fn."""
     scales: Tensor
-    """One for each block, `BlockFormat.grid` of them; a value times the scale of its block is the number."""
+    """One scale for each block of `BlockFormat.grid`. The represented number is the value times its block's scale."""
 
 
 def quantize(matrix: Tensor, block_format: BlockFormat) -> Quantized:
@@ -83,10 +79,10 @@ def quantize(matrix: Tensor, block_format: BlockFormat) -> Quantized:
 
     Args:
         matrix: `[R, C]`, any floating-point dtype, finite.
-        block_format: blocks and scales; blocks need not divide the matrix.
+        block_format: Format of blocks and scales. The blocks need not divide the matrix evenly.
 
     Raises:
-        ValueError: the tensor is not a matrix.
+        ValueError: The tensor is not a matrix.
     """
     if matrix.ndim != 2:
         raise ValueError(f"Blocks are parts of matrices, and this tensor has the shape {tuple(matrix.shape)}.")
@@ -100,14 +96,14 @@ def quantize(matrix: Tensor, block_format: BlockFormat) -> Quantized:
         exponents = _exponents_above(magnitudes.clamp(min=least) / _E4M3_MAX)
         scales = torch.ldexp(torch.ones_like(magnitudes), exponents)
         sent = exponents + _EXPONENT_BIAS if is_e8m0 else scales
-    # As in the kernels: a product with the reciprocal, which may differ from a quotient in the last bit.
+    # As in the kernels, values are multiplied by the reciprocal. The result may differ from a quotient in the last bit.
     values = (blocks.float() * (1.0 / scales)).to(torch.float8_e4m3fn)
     grid = block_format.grid(matrix.shape)
     return Quantized(_without_padding(values, matrix.shape), sent.to(block_format.scale_dtype).view(grid))
 
 
 def dequantize(quantized: Quantized, block_format: BlockFormat, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the matrix that a quantized one stands for, `[R, C]`, computed in float32 and rounded to `dtype`."""
+    """Return the matrix `[R, C]` that a quantized matrix represents, computed in float32 and rounded to `dtype`."""
     values, scales = quantized
     if block_format.scales == "e8m0":
         scales = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - _EXPONENT_BIAS)
@@ -121,7 +117,7 @@ def rounded(matrix: Tensor, block_format: BlockFormat) -> Tensor:
 
 
 def _in_blocks(matrix: Tensor, block_format: BlockFormat) -> Tensor:
-    """Return `[grid rows, rows, grid columns, columns]`, filled up with zeros."""
+    """Return the matrix as `[grid rows, rows, grid columns, columns]`, padded with zeros."""
     (num_rows, num_columns), grid = matrix.shape, block_format.grid(matrix.shape)
     below, right = grid[0] * block_format.rows - num_rows, grid[1] * block_format.columns - num_columns
     padded = F.pad(matrix, (0, right, 0, below)) if below or right else matrix
@@ -141,7 +137,7 @@ def _exponents_above(scales: Tensor) -> Tensor:
 
 
 _MATRIX_OF_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:.*\.)?(?:\w+_proj(?:_with_mqa)?|w[123])\.weight")
-"""Names of weights in hub checkpoints; the group is the number of the layer."""
+"""Pattern of weight names in hub checkpoints. The group is the number of the layer."""
 
 
 @dataclass(frozen=True)
@@ -153,11 +149,11 @@ class WeightQuantization:
     num_layers: int
     """Number of layers of the model."""
     first_layers: int = 0
-    """Layers at its beginning that are not quantized."""
+    """Number of layers at the beginning of the model that are not quantized."""
     last_layers: int = 0
-    """Layers at its end that are not quantized."""
+    """Number of layers at the end of the model that are not quantized."""
     ignored: tuple[str, ...] = ()
-    """Texts; weights whose name contains one are not quantized."""
+    """Texts of ignored weights: if a weight's name contains one of them, it is not quantized."""
     activation_format: BlockFormat = FP8_ACTIVATIONS
     """Format of the inputs of quantized layers."""
     simulated: bool = False
@@ -184,12 +180,12 @@ class WeightQuantization:
         return [(name, values, shape), (name + self.scale_suffix, scales, self.block_format.grid(shape))]
 
     def bytes_of(self, name: str, shape: tuple[int, ...], itemsize: int) -> int:
-        """Return the bytes of a parameter in an engine.
+        """Return the number of bytes of a parameter in an engine.
 
         Args:
-            name: name in a model of transformers; experts may be one parameter `[E, rows, columns]`.
-            shape: of the parameter.
-            itemsize: bytes of a number that is not quantized.
+            name: Name in a model of transformers. Experts may be one parameter `[E, rows, columns]`.
+            shape: Shape of the parameter.
+            itemsize: Number of bytes of an element that is not quantized.
         """
         matrix = shape[-2:]
         of_each = name if name.endswith(".weight") else f"{name}.weight"

@@ -1,1 +1,1 @@
-"""From rewards to the advantage of every token."""
+"""Compute the advantage of every token from the rewards of the samples."""

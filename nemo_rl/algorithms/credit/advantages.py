@@ -1,9 +1,10 @@
 """Compute the advantage of each sampled token from the rewards of its group.
 
-Invariant: a sample whose `valid_mask` is 0 (it has no reward) enters no baseline, no deviation and no whitening; and an
-advantage is 0 wherever the loss does not count. Samples that only the loss leaves out stay in baseline and deviation.
+Invariants: a sample whose `valid_mask` is 0 has no reward and is left out of every baseline, deviation and whitening.
+The advantage of a token that does not count in the loss is 0. A sample that has a reward, but that the loss leaves out,
+stays in the baseline and in the deviation.
 
-Legend: `B` samples, `T` tokens, `K` reward components, `N` response turns of the sample with most.
+Legend: `B` samples, `T` tokens, `K` reward components, `N` response turns of the sample with the most turns.
 """
 
 import logging
@@ -79,9 +80,10 @@ class AdvantageEstimator(Protocol):
 class GRPOAdvantageEstimator:
     """Group-relative advantages: GRPO, and with other settings RLOO and Dr.GRPO.
 
-    GRPO (arXiv 2402.03300): `(r - mean) / std`, the deviation with n - 1, of the group or of the batch. RLOO (arXiv
-    2402.14740): leave-one-out baseline, not normalised. Dr.GRPO (arXiv 2503.20783): mean baseline, not normalised; use
-    it with `loss_fn.constant_sample_length`, which divides all answers by the same length.
+    GRPO (arXiv 2402.03300) computes `(r - mean) / std`, where `std` is the sample deviation (n - 1) of the group or of
+    the batch. RLOO (arXiv 2402.14740) subtracts a leave-one-out baseline and does not normalise. Dr.GRPO (arXiv
+    2503.20783) subtracts the mean and does not normalise. Use Dr.GRPO with `loss_fn.constant_sample_length`, which
+    divides all answers by the same length.
     """
 
     needs_logprobs = False
@@ -113,7 +115,7 @@ class GRPOAdvantageEstimator:
 
 
 class RLOOAdvantageEstimator(GRPOAdvantageEstimator):
-    """REINFORCE leave-one-out, arXiv 2402.14740: `r - mean of the others`."""
+    """REINFORCE leave-one-out, arXiv 2402.14740: `r - mean of the other rewards of the group`."""
 
     def __init__(self, estimator_config: AdvantageEstimatorConfig, loss_config: ClippedPGLossConfig) -> None:
         self.leave_one_out = True
@@ -131,8 +133,8 @@ class DrGRPOAdvantageEstimator(GRPOAdvantageEstimator):
 class PerTurnAdvantageEstimator:
     """Group-relative advantages of each response turn, with the baseline and the deviation of another estimator.
 
-    See `nemo_rl.algorithms.credit.turns` for the formulas. What reward shaping changed of a sample's total reward
-    belongs to its last turn.
+    See `nemo_rl.algorithms.credit.turns` for the formulas. If reward shaping changed the total reward of a sample, the
+    difference is added to the reward of the sample's last turn.
     """
 
     needs_logprobs = False
@@ -149,10 +151,10 @@ class PerTurnAdvantageEstimator:
         mask: Tensor,
         **extras: Unpack[AdvantageExtras],
     ) -> Tensor:
-        """See `AdvantageEstimator.compute_advantage`. Here `turn_rewards` and `turn_spans` are required.
+        """See `AdvantageEstimator.compute_advantage`. The arguments `turn_rewards` and `turn_spans` are required.
 
         Raises:
-            DataError: The rewards or the tokens of turns were not given.
+            DataError: `turn_rewards` or `turn_spans` was not given.
         """
         if "turn_rewards" not in extras or "turn_spans" not in extras:
             raise DataError(
@@ -182,8 +184,8 @@ class GDPOAdvantageEstimator:
     """Advantages from reward components, each normalised within its group, then added with weights.
 
     A component with a wide range does not outweigh one with a narrow range. The weighted sum is whitened over the
-    samples of the batch that have a reward (sample deviation), so that its size does not depend on the number and
-    range of components. Without `normalize_rewards` that is the only normalisation.
+    samples of the batch that have a reward (sample deviation), so that its size does not depend on the number and range
+    of components. Without `normalize_rewards`, only the weighted sum is normalised.
     """
 
     needs_logprobs = False
@@ -200,7 +202,7 @@ class GDPOAdvantageEstimator:
         mask: Tensor,
         **extras: Unpack[AdvantageExtras],
     ) -> Tensor:
-        """See `AdvantageEstimator.compute_advantage`. Here `reward_components` is required.
+        """See `AdvantageEstimator.compute_advantage`. The argument `reward_components` is required.
 
         Raises:
             DataError: No reward components were given.
@@ -238,11 +240,11 @@ class GDPOAdvantageEstimator:
 
 
 class ReinforcePlusPlusAdvantageEstimator:
-    """REINFORCE++, arXiv 2501.03262: whitened over all tokens of the batch that count in the loss.
+    """REINFORCE++, arXiv 2501.03262: advantages that are whitened over all tokens of the batch that count in the loss.
 
-    A_t = r - beta * KL_t with `loss_fn.use_kl_in_reward`; with `kl_to_go` the sum of the KL of this and all later
-    tokens that count, as in the paper, instead of KL_t. With `minus_baseline` the group's mean reward is subtracted
-    from r first (REINFORCE++-baseline).
+    With `loss_fn.use_kl_in_reward` the advantage before whitening is `A_t = r - beta * KL_t`. With `kl_to_go`, `KL_t`
+    is replaced by the sum of the KL of this token and of all later tokens that count, as in the paper. With
+    `minus_baseline` the group's mean reward is subtracted from r first (REINFORCE++-baseline).
     """
 
     def __init__(self, estimator_config: AdvantageEstimatorConfig, loss_config: ClippedPGLossConfig) -> None:
@@ -261,7 +263,7 @@ class ReinforcePlusPlusAdvantageEstimator:
         """See `AdvantageEstimator.compute_advantage`.
 
         Raises:
-            DataError: KL belongs in the reward and the log-probabilities are missing.
+            DataError: The KL penalty belongs in the reward, and the log-probabilities are missing.
         """
         score_B, valid_B = self._scores(prompt_ids, rewards, extras)
         mask_BT = (mask != 0).double() * (valid_B != 0).double()[:, None]
@@ -271,7 +273,7 @@ class ReinforcePlusPlusAdvantageEstimator:
         return whiten(advantages_BT, mask_BT, std_with_floor).to(rewards.dtype)
 
     def _scores(self, prompt_ids: Tensor | None, rewards: Tensor, extras: AdvantageExtras) -> tuple[Tensor, Tensor]:
-        """Return the reward of each sample, less its group's mean with `minus_baseline`, and the valid mask."""
+        """Return the reward of each sample and the valid mask. With `minus_baseline` the group's mean is subtracted."""
         if not self.minus_baseline:
             valid_B = extras.get("valid_mask", torch.ones_like(rewards))
             return torch.where(valid_B != 0, rewards.double(), 0.0), valid_B
@@ -292,7 +294,7 @@ class ReinforcePlusPlusAdvantageEstimator:
 
 
 class ClippedAdvantageEstimator:
-    """Another estimator's advantages, limited to `[low, high]`, with None for no limit on that side."""
+    """Another estimator's advantages, limited to `[low, high]`. A limit of None does not apply."""
 
     def __init__(self, inner: AdvantageEstimator, low: float | None, high: float | None) -> None:
         self.inner = inner
@@ -324,8 +326,8 @@ ESTIMATORS: Registry[AdvantageEstimator] = Registry(
     },
     attributes=("needs_logprobs",),
 )
-"""Estimators that `grpo.adv_estimator.name` may name. Built-in ones are constructed with the sections of the estimator
-and of the loss, a user's own with its `kwargs`."""
+"""Estimators that `grpo.adv_estimator.name` may name. The built-in ones are constructed with the sections of the
+estimator and of the loss; an estimator of the user is constructed with its `kwargs`."""
 
 
 def make_advantage_estimator(grpo_config: GRPOConfig, loss_config: ClippedPGLossConfig) -> AdvantageEstimator:

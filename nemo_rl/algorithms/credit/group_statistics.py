@@ -22,7 +22,7 @@ VARIANCE_FLOOR = 1e-8
 """Smallest variance in REINFORCE++, which divides by its square root; PPO adds it to the variance of its tokens."""
 
 RELATIVE_SPREAD_FLOOR = 1e-14
-"""Share of a group's sum of squares that is rounding noise of float64, such as what leaving a sample out leaves."""
+"""Share of a group's sum of squares that counts as rounding noise of float64, as after a sample is left out."""
 
 EQUAL_SPREAD = 1e-6
 """Rewards whose deviation is at most this share of their group's largest magnitude are taken as equal.
@@ -53,19 +53,21 @@ def group_statistics(
 ) -> GroupStatistics:
     """Return mean and sample standard deviation of the rewards that each sample is compared with.
 
-    These are the rewards of the m valid samples of its group, without its own if `leave_one_out`; the deviation
-    divides by m - 1. With deviations d from the mean of n samples and S = sum(d^2), leaving i out gives
-    mean_i = mean - d_i / (n - 1) and var_i = (S - d_i^2 n / (n - 1)) / (n - 2).
+    A sample is compared with the rewards of the m valid samples of its group, without its own if `leave_one_out`. The
+    deviation divides by one less than the number of these rewards. With deviations d from the mean of n samples and S =
+    sum(d^2), leaving sample i out gives mean_i = mean - d_i / (n - 1) and var_i = (S - d_i^2 n / (n - 1)) / (n - 2).
 
-    A sample whose group has at most one valid member has its own reward as baseline. A set of one has std 0, and so has
-    one whose deviation is at most `EQUAL_SPREAD` of the largest magnitude of the group.
+    If a group has at most one valid member, the baseline of its samples is their own reward. The deviation is 0 if a
+    sample is compared with one reward only, or if the deviation is at most `EQUAL_SPREAD` of the largest magnitude of
+    the group.
 
     Args:
         rewards_B: `[B]` float.
         group_ids_B: `[B]` int64, any values.
         valid_mask_B: `[B]`, non-zero for samples that count.
-        leave_one_out: Leave the sample itself out of its set.
-        magnitudes_B: `[B]`, the size of what each reward is a sum of, where it is one; None: that of the reward.
+        leave_one_out: Leave the sample itself out of the rewards that it is compared with.
+        magnitudes_B: `[B]`, the sum of the absolute values of the summands of each reward, if rewards are sums. If
+            None, the absolute value of the reward.
     """
     rewards_B = rewards_B.double()
     valid_B = (valid_mask_B != 0).double()
@@ -109,9 +111,9 @@ def calculate_baseline_and_std_per_prompt(
     Args:
         prompts: `[B, T_prompt]` int64, padded.
         rewards: `[B]` float.
-        valid_mask: `[B]`, 0 for rows that enter no statistic.
+        valid_mask: `[B]`, 0 for rows that are left out of all statistics.
         leave_one_out_baseline: Leave the row itself out of mean and sample deviation.
-        std_rewards: Rewards `[B]` for the deviation; None: `rewards`.
+        std_rewards: Rewards `[B]` for the deviation. If None, `rewards`.
 
     Returns:
         Baseline and standard deviation, in the dtype of `rewards`. See `group_statistics`.
@@ -136,8 +138,8 @@ def group_advantage(
 ) -> Tensor:
     """Return `r - baseline` as `[B]` float64, divided by `std + 1e-6` where std > 0 if `normalize`.
 
-    With `std_over_batch` the deviation is over all valid rewards, otherwise over the rewards of the baseline.
-    `magnitudes_B` is that of `group_statistics`.
+    With `std_over_batch` the deviation is over all valid rewards, otherwise over the rewards of the baseline. See
+    `group_statistics` for `magnitudes_B`.
     """
     statistics = group_statistics(rewards_B, group_ids_B, valid_mask_B, leave_one_out, magnitudes_B)
     advantage_B = rewards_B.double() - statistics.baseline_B
@@ -151,7 +153,7 @@ def group_advantage(
 
 
 type Divisor = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(values, 0/1 mask, mean) -> divisor of whitening."""
+"""Function of values, 0/1 mask and mean that returns the divisor of whitening."""
 
 
 def sample_std_plus_epsilon(values: Tensor, mask: Tensor, mean: Tensor) -> Tensor:
@@ -170,9 +172,9 @@ def sample_std_with_floor(values: Tensor, mask: Tensor, mean: Tensor) -> Tensor:
 
 
 def whiten(values: Tensor, mask: Tensor, divisor: Divisor) -> Tensor:
-    """Shift the kept entries to mean 0, divide them by their deviation, and set others to 0.
+    """Shift the kept entries to mean 0, divide them by their deviation, and set all other entries to 0.
 
-    Entries that are all equal become 0.
+    Kept entries that are all equal become 0.
 
     Args:
         values: Any shape.
@@ -191,10 +193,10 @@ def spread(name: str, values_BT: Tensor, mask_BT: Tensor, counts_B: Tensor | Non
     """Return mean, largest and smallest value of the tokens that count.
 
     Args:
-        name: name of the metrics.
-        values_BT: values of tokens, or `[B, 1]` values that all tokens of a row have.
-        mask_BT: not 0 where a token counts.
-        counts_B: tokens of each row, for values of rows.
+        name: Name of the metrics.
+        values_BT: Values of tokens, or `[B, 1]` with one value for all tokens of a row.
+        mask_BT: Non-zero where a token counts.
+        counts_B: Number of tokens of each row, as weights for the mean of values `[B, 1]`.
     """
     counted_BT = mask_BT.numpy() > 0
     values = torch.from_numpy(values_BT.numpy()[counted_BT])  # numpy selects twenty times faster than torch

@@ -1,12 +1,12 @@
-"""Lay the rows of each sample end to end, so that an advantage estimator sees each sample once.
+"""Concatenate the rows of each sample, so that an advantage estimator gets each sample once.
 
     rows       [r0 of sample 0] [r1 of sample 0] [r0 of sample 1]        R rows, T tokens of the longest
     join   ─►  [r0 r1 of sample 0] [r0 of sample 1]                      B samples, T' tokens of the longest
     cut    ─►  the values of the rows again
 
-A group of G samples then has G rewards, whatever the number of their rows, and what an estimator computes over the
-tokens of a sample, it computes over those of all of its conversations: turns and later tokens follow in the order of
-the rows. Invariant: `cut(join(x))` is `x` on the tokens of the rows, and without branches both return their argument.
+A group of G samples then has G rewards, whatever the number of their rows. A computation over the tokens of a sample
+covers the tokens of all of its conversations, in the order of the rows. Invariant: `cut(join(x))` is `x` on the tokens
+of the rows. Without branches, `join` and `cut` return their argument.
 
 Legend: `R` rows, `B` samples, `T` tokens of the longest row.
 """
@@ -27,9 +27,9 @@ class JoinedRows:
     """The rows of samples as one sequence for each sample."""
 
     num_rows_B: Tensor
-    """`[B]` int64, rows of each sample."""
+    """`[B]` int64, number of rows of each sample."""
     lengths_R: Tensor
-    """`[R]` int64, tokens of each row."""
+    """`[R]` int64, number of tokens of each row."""
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory], lengths_R: Tensor) -> Self:
@@ -37,10 +37,10 @@ class JoinedRows:
 
         Args:
             trajectories: B samples.
-            lengths_R: `[R]` int64, tokens of each row of the batch.
+            lengths_R: `[R]` int64, number of tokens of each row of the batch.
 
         Raises:
-            ValueError: the batch has another number of rows.
+            ValueError: The number of rows of the batch differs from the number of conversations of the samples.
         """
         num_rows_B = torch.tensor([1 + len(trajectory.branches) for trajectory in trajectories])
         if int(num_rows_B.sum()) != len(lengths_R):
@@ -101,11 +101,11 @@ class JoinedRows:
         return int(self._length_B.max())
 
     def _kept(self, width: int) -> Tensor:
-        """Return `[R, T]` bool: tokens of rows, not padding."""
+        """Return a `[R, T]` bool mask that is True on the tokens of rows and False on padding."""
         return torch.arange(width)[None] < self.lengths_R[:, None]
 
     def _places(self, width: int) -> Tensor:
-        """Return the place of each token of a row among the tokens of all samples, `[R, T]`."""
+        """Return the index of each token of a row in the flattened tokens of all samples, `[R, T]`."""
         before_R = self.lengths_R.cumsum(0) - self.lengths_R  # tokens of all rows before it
         before_B = self._length_B.cumsum(0) - self._length_B  # tokens of all samples before it
         start_R = self._sample_of_R * self._width + before_R - before_B[self._sample_of_R]

@@ -1,7 +1,7 @@
 """Scale rewards and apply length penalties: pure functions of rewards, lengths and truncation.
 
-Both come before advantages, scaling first. Invariant: nothing is changed in place, so the original rewards stay
-available to metrics.
+Rewards are scaled first, then penalised, and advantages are computed from the result. Invariant: nothing is changed in
+place, so the original rewards stay available to metrics.
 
 Legend: `B` samples.
 """
@@ -44,17 +44,17 @@ def overlong_penalty(
     overlong_buffer_penalty: float,
     limited: bool = False,
 ) -> Tensor:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), at most 0.
+    """Return DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), at most 0.
 
-    The penalty is 0 up to `max - buffer` tokens and falls linearly to `-penalty` at `max`. After that it falls on at
-    the same rate, or stays there if `limited`, as in the paper. Without a buffer, answers longer than `max` get
-    `-penalty`.
+    The penalty is 0 up to `max - buffer` tokens and falls linearly to `-penalty` at `max`. For longer answers it keeps
+    falling at the same rate, or stays at `-penalty` if `limited`, as in the paper. Without a buffer, answers longer
+    than `max` get `-penalty`.
 
     Args:
         response_lengths_B: Generated tokens per sample.
-        max_response_length: Tokens at which the penalty is full.
-        overlong_buffer_length: Tokens over which the penalty grows; with more than `max_response_length` tokens even
-            the shortest answer gets a part of it.
+        max_response_length: Number of tokens at which the penalty is full.
+        overlong_buffer_length: Number of tokens over which the penalty grows. If it is more than `max_response_length`,
+        even the shortest answer gets a part of the penalty.
         overlong_buffer_penalty: Size of the full penalty, not negative.
         limited: Never subtract more than the full penalty.
     """
@@ -66,7 +66,7 @@ def overlong_penalty(
 
 
 def slope(config: RewardScalingConfig) -> float:
-    """Return by how much the scaled reward grows per unit of reward within the source range, or 1 without scaling."""
+    """Return how much the scaled reward grows per unit of reward within the source range, or 1 if scaling is off."""
     if not config.enabled:
         return 1.0
     return (config.target_max - config.target_min) / (config.source_max - config.source_min)
@@ -98,8 +98,8 @@ def shape_rewards(
 ) -> Tensor:
     """Apply `reward_shaping`, or return the same rewards if it is off.
 
-    With `stop_properly_penalty_coef` truncated answers keep that share of their reward; without it
-    DAPO's overlong penalty is added.
+    With `stop_properly_penalty_coef`, the rewards of truncated answers are multiplied by it. Without it, DAPO's
+    overlong penalty is added.
 
     Args:
         rewards_B: `[B]` float.
@@ -161,8 +161,8 @@ def apply_reward_shaping[BatchT: MutableMapping[str, Any]](batch: BatchT, cfg: R
 def effort_penalty(trajectories: Sequence[Trajectory], levels: Mapping[str, EffortLevelConfig]) -> Tensor:
     """Return the numbers that are added to the rewards of samples, `[B]` float64, at most 0.
 
-    With `n` tokens of thinking, the budget `max_thinking_tokens` and `over_budget_tokens`, it is
-    `-over_budget_penalty * min(max(n - budget, 0) / over_budget_tokens, 1)`; 0 for a level without a budget.
+    For `n` tokens of thinking and the level's `budget = max_thinking_tokens`, the number is `-over_budget_penalty *
+    min(max(n - budget, 0) / over_budget_tokens, 1)`. It is 0 for a level without a budget.
 
     Args:
         trajectories: B samples, whose `effort` and `num_thinking_tokens` are set.

@@ -1,6 +1,8 @@
-"""Advantages and returns of tokens, from the rewards of samples and the values of a critic: the credit of PPO.
+"""Compute the advantages and returns of tokens in PPO, from the rewards of samples and the values of a critic.
 
 Generalised advantage estimation (arXiv 1506.02438) is a pure function of rewards and values.
+
+Legend: `B` samples, `T` tokens of a row, `N` tokens that count of the sample with the most of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,11 +29,11 @@ class CountedTokens:
     """The tokens of samples that count, moved to the left."""
 
     shape: tuple[int, int]
-    """`B`, `T`."""
+    """The sizes `B` and `T`."""
     order_BN: Tensor
-    """Place in the row of each of them."""
+    """Index in its row of each token that counts."""
     exists_BN: Tensor
-    """False after the last one of a sample."""
+    """True where the sample has such a token, False after its last one."""
 
     @classmethod
     def of(cls, mask_BT: Tensor) -> Self:
@@ -53,11 +55,11 @@ class CountedTokens:
         return self.exists_BN & ~after_BN
 
     def take(self, values_BT: Tensor) -> Tensor:
-        """Return values of tokens of rows as `[B, N]` float64, 0 after the last token."""
+        """Return values of the tokens that count as `[B, N]` float64, 0 after the last token of a sample."""
         return torch.where(self.exists_BN, values_BT.gather(1, self.order_BN).double(), 0.0)
 
     def put(self, values_BN: Tensor) -> Tensor:
-        """Return values of these tokens at their places in the rows, `[B, T]`, 0 elsewhere."""
+        """Return values of the tokens that count at their places in the rows, `[B, T]`, 0 elsewhere."""
         kept_BN = torch.where(self.exists_BN, values_BN, 0.0)
         return kept_BN.new_zeros(self.shape).scatter_(1, self.order_BN, kept_BN)
 
@@ -68,12 +70,12 @@ def gae(
     """Return the advantage of each token, `[B, N]` float64.
 
     Args:
-        tokens: which of the N tokens a sample has.
-        rewards_BN: reward of each token, from `tokens.take`.
-        values_BN: value of the state before each token, from `tokens.take`.
-        after_B: value of the state after the last token of each sample; 0 for a finished answer.
-        gamma: discount for each token.
-        lambda_B: lambda of each sample.
+        tokens: The tokens that count. It says how many of the N tokens each sample has.
+        rewards_BN: Reward of each token, as `tokens.take` lays them out.
+        values_BN: Value of the state before each token, as `tokens.take` lays them out.
+        after_B: Value of the state after the last token of each sample; 0 for a finished answer.
+        gamma: Discount for each token.
+        lambda_B: Lambda of each sample.
 
     Example:
         >>> tokens = CountedTokens.of(torch.ones(1, 2))
@@ -103,14 +105,14 @@ def length_adaptive_lambda(lengths_B: Tensor, alpha: float) -> Tensor:
 
 
 class GeneralizedAdvantageEstimator:
-    """Advantages with the policy's lambda, and returns with the critic's.
+    """Advantages with the lambda of the policy, and returns with the lambda of the critic.
 
     Args:
-        estimator_config: the section `ppo.adv_estimator`; a dict is checked and filled in.
-        loss_config: the section `loss_fn`, for a KL penalty in the reward; a dict is checked and filled in.
+        estimator_config: The section `ppo.adv_estimator`. A dict is checked, and missing values get their defaults.
+        loss_config: The section `loss_fn`, for a KL penalty in the reward. A dict is treated in the same way.
 
     Raises:
-        ConfigError: a value is out of range.
+        ConfigError: A value is out of range.
     """
 
     needs_values = True
@@ -136,18 +138,18 @@ class GeneralizedAdvantageEstimator:
         logprobs: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        """Return the advantage of each token, `[B, T]` float32, for rewards at the ends of finished answers.
+        """Return the advantage of each token, `[B, T]` float32. The reward of a sample counts at its last token.
 
         Args:
-            prompt_ids: not used; other estimators compare the answers to a prompt.
-            rewards: `[B]`, of the samples.
+            prompt_ids: Not used. Other estimators use it to find the answers to the same prompt.
+            rewards: `[B]`, the reward of each sample. All answers are taken as finished.
             mask: `[B, T]`, non-zero on tokens that count.
-            values: `[B, T]`, of the state before each token; only `needs_values` needs them.
-            reference_logprobs: `[B, T]`, of the reference policy; for a KL penalty in the reward.
-            logprobs: `[B, T]`, of the policy; for a KL penalty in the reward.
+            values: `[B, T]`, the value of the state before each token. Required if `needs_values`.
+            reference_logprobs: `[B, T]`, of the reference policy. Required for a KL penalty in the reward.
+            logprobs: `[B, T]`, of the policy. Required for a KL penalty in the reward.
 
         Raises:
-            ValueError: values or log-probabilities that are needed are missing.
+            ValueError: Required values or log-probabilities are missing.
         """
         tokens = CountedTokens.of(mask)
         rewards_BN = torch.where(tokens.is_last_BN, rewards.double()[:, None], 0.0)
@@ -187,7 +189,7 @@ class GeneralizedAdvantageEstimator:
         return advantages_BN, returns_BN
 
     def _policy_lambda(self, tokens: CountedTokens) -> Tensor:
-        """Return lambda of the policy's advantages, `[B]`."""
+        """Return the lambda for the policy's advantages of each sample, `[B]`."""
         config = self._config
         if config.length_adaptive_alpha:
             return length_adaptive_lambda(tokens.lengths_B, config.length_adaptive_alpha)
@@ -201,7 +203,7 @@ class GeneralizedAdvantageEstimator:
 
 
 class RawRewardAdvantageEstimator(GeneralizedAdvantageEstimator):
-    """Advantages that are discounted sums of rewards, as for values of 0 with lambda 1."""
+    """Advantages that are discounted sums of rewards: those of values 0 and lambda 1."""
 
     needs_values = False
 
@@ -214,14 +216,14 @@ TOKEN_ESTIMATORS = {"gae": GeneralizedAdvantageEstimator, "raw_reward": RawRewar
 
 
 def _each(tokens: CountedTokens, value: float) -> Tensor:
-    """Return the same number for each sample, `[B]` float64."""
+    """Return `value` for each sample, `[B]` float64."""
     return torch.full((len(tokens.lengths_B),), value, dtype=torch.float64)
 
 
 class TokenCredit:
-    """Writes advantages and returns of tokens into a batch, as a `runtime.run.Stage`.
+    """Stage that writes advantages and returns of tokens into a batch (`runtime.run.Stage`).
 
-    A sample with several conversations is one sequence: its tokens are those of all of them, in their order
+    A sample with several conversations is one sequence, which holds the tokens of all conversations in their order
     (`credit.joined_rows`).
 
     Args:
@@ -240,8 +242,8 @@ class TokenCredit:
     def apply(self, batch: StepBatch) -> dict[str, float]:
         """Write `advantages [R, T]`, `returns [R, T]` and `positive_examples [R]`.
 
-        Needs `values`, with `bootstrap_truncated` also `values_after`, and with a KL penalty in the reward
-        `prev_logprobs` and `reference_policy_logprobs`.
+        The batch must hold `values`. With `bootstrap_truncated` it must also hold `values_after`, and with a KL penalty
+        in the reward `prev_logprobs` and `reference_policy_logprobs`.
 
         Returns:
             Metrics: rewards of the samples, advantages, returns and values of the tokens that count, and
@@ -280,8 +282,8 @@ class TokenCredit:
     ) -> Tensor:
         """Return the reward of each token, `[B, N]` float64, with a turn's reward at its last token.
 
-        The last token of a sample gets what is left of `rewards_B`: the reward of the last turn, of turns without a
-        token that counts, and what is not a turn's own.
+        The last token of a sample gets the rest of `rewards_B`: the reward of the last turn, the rewards of turns
+        without a token that counts, and the part of the reward that belongs to no turn.
         """
         spans = padded([t.turn_spans for t in trajectories], (0, 0), torch.int64)
         earned_BM = padded([t.penalized_turn_rewards for t in trajectories], 0.0, torch.float64)
@@ -297,7 +299,7 @@ class TokenCredit:
 
 
 def _value_metrics(tokens: CountedTokens, values_BN: Tensor, returns_BN: Tensor) -> dict[str, float]:
-    """Return the metrics of the critic before its update, or 0 where no token counts or all returns are equal."""
+    """Return the metrics of the critic before its update. A value that cannot be computed is 0."""
     kept_BN = tokens.exists_BN.double()
     if not tokens.exists_BN.any():
         names = ("returns_mean", "values_mean", "values_min", "values_max", "critic/explained_var")

@@ -7,11 +7,11 @@
                     mean(r)) / std(r)`; a turn gets `sum over m >= n of discount^(m - n) * a_m`: MT-GRPO (arXiv
                     2505.11821), whose first turn gets its own result plus that of the outcome, for any number of turns
 
-Both compare with `group_statistics.group_advantage`: baseline with or without the sample itself, divided by the
-deviation or not. Invariant: only turns that a sample has enter a statistic, so a group's later turns are compared among
-the samples that reached them.
+Both compare by `group_statistics.group_advantage`, whose arguments say whether the baseline includes the sample itself
+and whether the difference is divided by the deviation. Invariant: only turns that a sample has enter a statistic, so a
+group's later turns are compared among the samples that reached them.
 
-Legend: `B` samples, `T` tokens, `N` response turns of the sample with most.
+Legend: `B` samples, `T` tokens, `N` response turns of the sample with the most turns.
 """
 
 from collections.abc import Sequence
@@ -42,13 +42,14 @@ def turn_advantage(
 
     Args:
         turn_rewards_BN: `[B, N]` float.
-        has_turn_BN: `[B, N]` bool, False also for all turns of samples that enter no statistic.
+        has_turn_BN: `[B, N]` bool. False where the sample has no such turn, and for all turns of samples that are left
+        out of all statistics.
         group_ids_B: `[B]` int64; rows with equal ids are answers to one prompt.
-        credit: see the module.
+        credit: Which of the two formulas of this module is used.
         discount: Factor for each turn between a reward and the turn that gets it, from 0 to 1.
         leave_one_out: As in `group_advantage`.
         normalize: As in `group_advantage`.
-        std_over_batch: As in `group_advantage`; the deviation is over all turns of the batch.
+        std_over_batch: As in `group_advantage`. The deviation is then over all turns of the batch.
     """
     rewards_BN = torch.where(has_turn_BN, turn_rewards_BN.double(), 0.0)
     compared_BN, magnitudes_BN = rewards_BN, rewards_BN.abs()
@@ -71,9 +72,9 @@ def turn_advantage(
 
 
 def with_total(turn_rewards_BN: Tensor, has_turn_BN: Tensor, rewards_B: Tensor) -> Tensor:
-    """Return turn rewards that sum to `rewards_B [B]`: what is missing, a length penalty, goes to the last turn.
+    """Return turn rewards that sum to `rewards_B [B]`. The difference, such as a length penalty, goes to the last turn.
 
-    A difference that is only the rounding of float32 is none.
+    A difference that is only the rounding of float32 counts as 0.
     """
     turn_rewards_BN = torch.where(has_turn_BN, turn_rewards_BN.double(), 0.0)
     missing_B = rewards_B.double() - turn_rewards_BN.sum(1)
@@ -88,7 +89,7 @@ def per_token_of_turns(advantage_BN: Tensor, turn_spans: Tensor, mask: Tensor, d
 
     Args:
         advantage_BN: `[B, N]`.
-        turn_spans: `[B, N, 2]` int64, first token and end of each turn; 0, 0 after the last.
+        turn_spans: `[B, N, 2]` int64, first token and end of each turn. Both are 0 after the last turn of a sample.
         mask: `[B, T]`, non-zero on tokens that count, all of them within turns.
     """
     starts_BN, ends_BN = turn_spans.unbind(-1)
@@ -99,12 +100,12 @@ def per_token_of_turns(advantage_BN: Tensor, turn_spans: Tensor, mask: Tensor, d
 
 
 def last_token_of_turns(turn_spans: Tensor, mask: Tensor) -> Tensor:
-    """Return which token that counts is the last one of each turn, `[B, N]` int64: 0 for the first of the sample.
+    """Return the index of the last token of each turn among the sample's tokens that count, `[B, N]` int64.
 
-    It is -1 where a turn has no token that counts, and where there is no turn.
+    The index is -1 for a turn without a token that counts, and after the last turn of a sample.
 
     Args:
-        turn_spans: `[B, N, 2]` int64, first token and end of each turn; 0, 0 after the last.
+        turn_spans: `[B, N, 2]` int64, first token and end of each turn. Both are 0 after the last turn of a sample.
         mask: `[B, T]`, non-zero on tokens that count.
 
     Example:
@@ -118,9 +119,9 @@ def last_token_of_turns(turn_spans: Tensor, mask: Tensor) -> Tensor:
 
 
 def padded(rows: Sequence[Sequence[Any]], filler: Any, dtype: torch.dtype) -> Tensor:
-    """Return `[B, N, ...]`: rows of at most N entries, each followed by fillers.
+    """Return a tensor `[B, N, ...]` of B rows, each padded with `filler` to the N values of the longest row.
 
-    One tensor is made of all rows, because a tensor for each takes most of the stage's time in large batches.
+    All rows are converted in one call, because one call for each row takes most of the stage's time in large batches.
 
     Example:
         >>> padded([[1.0], [2.0, 3.0]], 0.0, torch.float32)
@@ -133,7 +134,7 @@ def padded(rows: Sequence[Sequence[Any]], filler: Any, dtype: torch.dtype) -> Te
 
 
 def _discounted_sums(values_BN: Tensor, discount: float) -> Tensor:
-    """Return of each turn the sum of its value and all later ones, each times `discount` to the power of its distance.
+    """Add to each turn's value all later values, each times `discount` to the power of its distance from the turn.
 
     Example:
         >>> _discounted_sums(torch.tensor([[1.0, 0.0, 4.0]]), 0.5)
@@ -146,13 +147,13 @@ def _discounted_sums(values_BN: Tensor, discount: float) -> Tensor:
 
 
 def set_invalid_tool_calls(advantages: Tensor, mask: Tensor, trajectories: Sequence[Trajectory], value: float) -> None:
-    """Write an advantage onto the tokens of turns with a tool call that cannot be made, in place.
+    """Set the advantage of the tokens of turns with a tool call that cannot be made, in place.
 
     Args:
         advantages: `[B, T]`, as an estimator computed them.
         mask: `[B, T]`, non-zero on tokens that count in the loss.
         trajectories: B samples, whose `invalid_tool_call_turns` are set.
-        value: the advantage.
+        value: The advantage.
     """
     for row, trajectory in enumerate(trajectories):
         for span, is_invalid in zip(trajectory.turn_spans, trajectory.invalid_tool_call_turns, strict=False):
@@ -161,13 +162,13 @@ def set_invalid_tool_calls(advantages: Tensor, mask: Tensor, trajectories: Seque
 
 
 def set_malformed_thinking(advantages: Tensor, mask: Tensor, trajectories: Sequence[Trajectory], value: float) -> None:
-    """Write an advantage onto the tokens of thinking tags that are out of place, in place.
+    """Set the advantage of the tokens of thinking tags that are out of place, in place.
 
     Args:
         advantages: `[B, T]`, as an estimator computed them.
         mask: `[B, T]`, non-zero on tokens that count in the loss.
         trajectories: B samples, whose `malformed_thinking` is set.
-        value: the advantage.
+        value: The advantage.
     """
     for row, trajectory in enumerate(trajectories):
         for span in trajectory.malformed_thinking:

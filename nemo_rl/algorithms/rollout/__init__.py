@@ -1,1 +1,1 @@
-"""Runs that train on rollouts of the policy: sources, stages, and the sync of weights to the engines."""
+"""Sample and validate in runs that train on rollouts: sources, batches, and the sync of weights to the engines."""

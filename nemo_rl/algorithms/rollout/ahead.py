@@ -4,8 +4,8 @@
              room for (age + 1) x B                 room for age x B
 
 A prompt is started only if its group can still be trained on within `max_age_steps`, so no group is ever dropped.
-Counting is enough for this: each step takes B groups, and a group that was started in step s has to be taken by step
-s + age. Invariants: each started group is given exactly once; a group that has to be taken in a step is.
+Counting ensures this: each step takes B groups, and a group that was started in step s has to be taken by step s + age.
+Invariants: each started group is given to exactly one step, and not later than its last step.
 """
 
 import asyncio
@@ -31,23 +31,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class GroupFailures:
-    """Counts the failures of groups."""
+    """Counter of failed groups, which decides whether a group is sampled again, skipped, or ends the run."""
 
     overlap: OverlapConfig
     num_skipped: int = 0
-    """Prompts that were skipped."""
+    """Number of prompts that were skipped."""
     _in_a_row: int = field(default=0, init=False)
 
     def note_success(self) -> None:
-        """Note that a group was finished: the count of failures in a row begins again."""
+        """Reset the count of failures in a row, because a group was finished."""
         self._in_a_row = 0
 
     def pause_before_next(self, attempt: int, failure: Exception) -> float | None:
         """Return the seconds to wait before a failed group is sampled again, or None to skip its prompt.
 
         Args:
-            attempt: number of the attempt that failed, from 1.
-            failure: why it failed; raised if the run has to end.
+            attempt: Number of the attempt that failed, from 1.
+            failure: Error of the attempt. It is raised if the run has to end.
         """
         keys = self.overlap.group_failures
         most = keys.max_attempts_per_prompt
@@ -87,7 +87,7 @@ class GroupFailures:
         """Check that few enough groups of a step were skipped.
 
         Raises:
-            GenerationError: too many.
+            GenerationError: Too many groups were skipped.
         """
         least = self.overlap.group_failures.min_step_fraction
         if num_groups - num_skipped < least * num_groups:
@@ -100,7 +100,7 @@ class GroupFailures:
 
 @dataclass(frozen=True)
 class DrawnPrompt:
-    """One drawn prompt: its batch, its row there, and the name of the batch's collection."""
+    """A drawn prompt: its batch, its row in the batch, and the key of the batch's collection."""
 
     batch: PromptBatch
     row: int
@@ -108,68 +108,68 @@ class DrawnPrompt:
 
     @property
     def position(self) -> PromptPosition:
-        """Its position in the stream."""
+        """Position of the prompt in the stream."""
         return self.batch.positions[self.row]
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Origin of the random numbers of a group, which is the same after a resume."""
+    """Place where a prompt was first drawn. It seeds the random numbers of the prompt's group, also after a resume."""
 
     batch: int
-    """Number of the batch in which its prompt was drawn first, from 1."""
+    """Number of the batch in which the prompt was first drawn, from 1."""
     row: int
-    """Its row there."""
+    """Row of the prompt in that batch."""
 
     def key(self, run_seed: int, row: int) -> RolloutKey:
-        """Return the name of a collection in which the prompt is at `row` and gets the same random numbers."""
+        """Return the key of a collection in which the prompt at `row` gets the same random numbers."""
         return RolloutKey(run_seed, "train", self.batch, first_group=self.row - row)
 
 
 @dataclass(eq=False)
 class OpenGroup:
-    """A group that was started and not given yet."""
+    """A group that was started and has not been given to a step yet."""
 
     number: int
-    """Groups that were started before it."""
+    """Number of groups that were started before this one."""
     last_step: int
-    """The last step that may train on it."""
+    """Last step that may train on the group."""
     position: PromptPosition
-    """Its prompt in the data."""
+    """Position of the group's prompt in the data."""
     task: BackgroundTask[Rollouts] | None = None
-    """Samples it in the background; None for a finished group of a checkpoint, and for an unfinished one before the
-    first step."""
+    """Background task that samples the group. It is None for a finished group of a checkpoint, and for an unfinished
+    one before the first step."""
     origin: Origin = Origin(0, 0)
-    """Names its random numbers."""
+    """Origin of the group's random numbers."""
     progress: GroupProgress = field(default_factory=GroupProgress)
-    """State of its samples."""
+    """State of the group's samples."""
     num_lost_tokens: int = 0
-    """Tokens of its samples that its checkpoint has not stored."""
+    """Number of sampled tokens that the checkpoint has not stored, and that are sampled again after a resume."""
     was_skipped: bool = False
-    """Its samples failed, because it could not be sampled."""
+    """True if the group could not be sampled, so that all of its samples are failed ones."""
 
     @property
     def is_finished(self) -> bool:
-        """True if no wait is needed to give it."""
+        """True if the samples are available without waiting."""
         return self.task is None or self.task.is_done
 
     @property
     def has_to_start(self) -> bool:
-        """True if it is unfinished and comes from a checkpoint."""
+        """True if the group is unfinished and comes from a checkpoint."""
         return self.task is None and self.progress.rollouts is None
 
     @property
     def num_continued_tokens(self) -> int:
-        """The number of tokens that its checkpoint has stored of unfinished samples."""
+        """Number of tokens of unfinished samples that the checkpoint has stored."""
         return sum(num_stored_tokens(state) for state in self.progress.stored if state is not None)
 
     def restart(self) -> None:
-        """Let its samples start from the prompt, and ignore the state in the checkpoint."""
+        """Discard the stored state, so that the samples start from the prompt."""
         self.num_lost_tokens += self.num_continued_tokens
         self.progress.forget()
 
     def finished(self, timeout_s: float) -> Rollouts:
-        """Wait for the samples and return them, or raise the errors of `BackgroundTask.result`."""
+        """Wait for the samples and return them. The errors are those of `BackgroundTask.result`."""
         if self.task is not None:
             return self.task.result(timeout_s)
         assert self.progress.rollouts is not None
@@ -179,7 +179,7 @@ class OpenGroup:
         """Return tensors and plain values for a checkpoint.
 
         Args:
-            unfinished: its samples; None if it is finished.
+            unfinished: The stored samples of an unfinished group, or None for a finished group.
         """
         state = {"number": self.number, "last_step": self.last_step, "position": list(self.position)}
         if unfinished is not None:
@@ -195,7 +195,7 @@ class OpenGroup:
         """Rebuild a group from its `state_dict`, without starting it if it is not finished.
 
         Args:
-            keep: as `RolloutRunner.keep`.
+            keep: Function with the effect of `RolloutRunner.keep`.
         """
         group = cls(state["number"], state["last_step"], PromptPosition(*state["position"]))
         if "trajectories" in state:
@@ -214,18 +214,18 @@ _ORDERS: Mapping[str, Callable[[OpenGroup], tuple[int, ...]]] = {
     "weight_fifo": lambda group: (group.last_step, not group.is_finished, group.number),
     "freshest_first": lambda group: (not group.is_finished, -group.number),
 }
-"""How groups are preferred, by `overlap.order`: the smallest value first."""
+"""Sort keys of groups by the value of `overlap.order`. The group with the smallest key is preferred."""
 
 
 def groups_of_step(groups: Sequence[OpenGroup], count: int, step: int, order: str) -> list[OpenGroup]:
-    """Choose the groups that a step takes, which may still be running.
+    """Choose the groups that a step takes. Some of them may still be running.
 
-    Each later step takes `count` groups too. So of the groups whose last step is d or earlier, all but
-    `count * (d - step)` have to be taken now (earliest deadline first). The rest follows the order.
+    Each later step takes `count` groups too. So of the groups whose last step is d or earlier, all but `count * (d -
+    step)` have to be taken now (earliest deadline first). The remaining places are filled by `order`.
 
     Args:
-        groups: all open groups.
-        order: as `overlap.order`.
+        groups: All open groups.
+        order: Value of `overlap.order`.
     """
     ranked = sorted(groups, key=_ORDERS[order])
     chosen: dict[OpenGroup, None] = {}
@@ -243,24 +243,24 @@ _NO_LIMIT = contextlib.nullcontext()
 
 @dataclass
 class AheadRollouts:
-    """Samples up to `max_age_steps` steps ahead of training, as an `algorithms.rollout.source.RolloutSource`."""
+    """Source that samples up to `max_age_steps` steps ahead of training (`source.RolloutSource`)."""
 
     fresh: FreshRollouts
     """Draws prompts and plays groups."""
     groups_per_step: int
-    """Groups that each call of `next_groups` gives, B."""
+    """Number of groups that each call of `next_groups` gives, B."""
     overlap: OverlapConfig
     num_steps: int
-    """Last step of the run; nothing is sampled for later ones."""
+    """Last step of the run. No groups are sampled for later steps."""
     metrics: dict[str, float] = field(default_factory=dict, init=False)
     """Metrics of the last groups; see `next_groups`."""
     _open: list[OpenGroup] = field(default_factory=list, init=False)
     _drawn: deque[DrawnPrompt] = field(default_factory=deque, init=False)
-    """Prompts that were drawn and not started."""
+    """Prompts that were drawn but not started."""
     _num_batches: int = field(default=0, init=False)
     _num_started: int = field(default=0, init=False)
     _resumed: Counter[str] = field(default_factory=Counter, init=False)
-    """Tokens of the unfinished groups of a checkpoint, before the first step."""
+    """Numbers of tokens of the checkpoint's unfinished groups, which the first step reports."""
     _failures: GroupFailures = field(init=False)
     _slots: asyncio.Semaphore | None = field(default=None, init=False)
 
@@ -278,10 +278,13 @@ class AheadRollouts:
     def next_groups(self, step: int) -> Iterator[Group]:
         """See `RolloutSource.next_groups`.
 
-        Sets `metrics` to those of the environments; `buffer_size`, the groups that were started for later steps;
-        `num_skipped_prompts`, the groups of the step whose samples failed (`GroupFailures`); and for the first step
-        after a resume the sampled tokens of unfinished groups: `num_continued_tokens` become part of these groups,
-        `num_restarted_tokens` are thrown away, and their samples start again.
+        Sets `metrics` to the metrics of the environments and the following:
+
+        - `buffer_size`: number of groups that were started for later steps.
+        - `num_skipped_prompts`: number of groups of the step whose samples failed (`GroupFailures`).
+        - `num_continued_tokens`, for the first step after a resume: sampled tokens of unfinished groups that are kept.
+        - `num_restarted_tokens`, for the first step after a resume: sampled tokens that are discarded and sampled
+          again.
         """
         self._start_unfinished()
         age, count = self.overlap.max_age_steps, self.groups_per_step
@@ -316,7 +319,7 @@ class AheadRollouts:
                 self._num_started += 1
 
     def _sample(self, group: OpenGroup, prompt: DrawnPrompt) -> None:
-        """Sample a group in the background, from where it is."""
+        """Sample a group in the background, from its prompt or from its stored state."""
         group.task = self.fresh.runner.start(
             self._play(group, prompt),
             f"the sampling of prompt {group.origin.row} of batch {group.origin.batch}",
@@ -330,13 +333,14 @@ class AheadRollouts:
             except DataExhausted:
                 return None
             self._num_batches += 1
-            # The key has the number of the batch as its step, because the step that will train on it is not known yet.
+            # The key has the number of the batch in place of the step, because it is not known yet which step will
+            # train on it.
             key = RolloutKey(self.fresh.run_seed, "train", self._num_batches)
             self._drawn.extend(DrawnPrompt(batch, row, key) for row in range(batch.rows.size))
         return self._drawn.popleft()
 
     async def _play(self, group: OpenGroup, prompt: DrawnPrompt) -> Rollouts:
-        """Sample one group, again after failures, or give its samples as failed ones (see `GroupFailures`)."""
+        """Sample one group, and repeat after a failure. If `GroupFailures` skips the prompt, return failed samples."""
         attempt = 0
         while True:
             attempt += 1
@@ -378,11 +382,11 @@ class AheadRollouts:
         return sorted(taken, key=lambda group: group.number)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the groups, and the number of batches drawn.
+        """Return the open groups, and the numbers of batches and groups so far.
 
-        Without `in_flight_weight_updates` it waits for all groups: a resumed run has no older weights to sample them
-        from, and repeats the run bit for bit. With it, groups that are running are stored as far as
-        `partial_responses` asks for, and sampled on meanwhile.
+        Without `in_flight_weight_updates`, first wait for all groups: a resumed run has no older weights to sample them
+        from, and has to repeat the run bit for bit. With `in_flight_weight_updates`, running groups are stored as
+        `partial_responses` asks for, and continue to be sampled.
         """
         if not self.overlap.in_flight_weight_updates:
             self.fresh.runner.wait_for_groups()
@@ -399,7 +403,7 @@ class AheadRollouts:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the groups of a checkpoint, and hand out prompts again that were drawn but not started."""
+        """Restore the groups of a checkpoint. Prompts that were drawn but not started are drawn again."""
         self._open = [OpenGroup.from_state(group, self.fresh.runner.keep) for group in state["groups"]]
         self._drawn.clear()
         self._num_batches, self._num_started = state["num_batches"], state["num_started"]
@@ -427,7 +431,7 @@ class AheadRollouts:
 
 
 def with_overlap(fresh: FreshRollouts, algorithm: RolloutTrainingConfig) -> RolloutSource:
-    """Return the source of the section `overlap`: the given one, or one that samples ahead."""
+    """Return the source that the section `overlap` asks for: `fresh`, or a source that samples ahead with it."""
     if algorithm.overlap.mode != "ahead":
         return fresh
     return AheadRollouts(fresh, drawn_prompts(algorithm), algorithm.overlap, algorithm.max_num_steps)

@@ -2,9 +2,10 @@
 
     engines get the policy's weights ─► rollouts ─► [B, T] tensors ─► check of the engines (first batch)
 
-Invariants: rows are ordered by group, then sample, then conversation, whatever the order in which they finished; a
-token counts in the loss only if the policy wrote it, and a sample only if it has a reward, where the algorithm learns
-from rewards. Losses and their metrics take each row as a sequence; rewards and metrics of rollouts are of samples.
+Invariants: rows are ordered by group, then sample, then conversation, whatever the order in which they finished. A
+token counts in the loss only if the policy wrote it. If the algorithm learns from rewards, a sample counts only if it
+has a reward. In losses and their metrics each row is a sequence. Rewards and metrics of rollouts belong to samples,
+which may have several rows.
 """
 
 import math
@@ -60,19 +61,19 @@ class StoredVersion:
 
 
 def age(trajectory: Trajectory, version: int) -> int:
-    """Return by how many versions the oldest weights that wrote a trajectory precede `version`, or 0 for no tokens."""
+    """Return `version` minus the oldest version of the weights that wrote a trajectory, or 0 if they wrote no token."""
     return max((version - span.version for span in trajectory.all_weight_versions), default=0)
 
 
 def check_staleness(trajectories: Sequence[Trajectory], version: int, max_staleness: int) -> None:
-    """Check that no trajectory is older than its source states.
+    """Check that no trajectory is older than its source allows.
 
     Args:
-        version: of the policy's current weights.
-        max_staleness: as `RolloutSource.max_staleness`.
+        version: Version of the policy's current weights.
+        max_staleness: Limit of the source, `RolloutSource.max_staleness`.
 
     Raises:
-        ValueError: a trajectory is older.
+        ValueError: A trajectory is older.
     """
     oldest = max((age(trajectory, version) for trajectory in trajectories), default=0)
     if oldest > max_staleness:
@@ -83,18 +84,18 @@ def check_staleness(trajectories: Sequence[Trajectory], version: int, max_stalen
 
 
 def num_stale_tokens(trajectories: Sequence[Trajectory], version: int, *, mixes_weights: bool = False) -> Tensor | None:
-    """Return the position after the last token of each row that older weights wrote.
+    """Return for each row the position after the last token that older weights wrote.
 
     Weights only become newer, so all tokens that the policy wrote before that position are stale.
 
     Args:
-        trajectories: rollouts with B rows.
-        version: of the policy's current weights.
-        mixes_weights: answers continue with keys and values of older weights, so that no weights alone give the
-            probabilities of their later tokens; these count as written by older weights.
+        trajectories: Rollouts with B rows.
+        version: Version of the policy's current weights.
+        mixes_weights: Whether answers continue with keys and values of older weights. No single version then gives the
+            probabilities of the later tokens, so these tokens count as written by older weights.
 
     Returns:
-        `[B]` int64, 0 for a row without stale tokens; None if all tokens are of the current version.
+        `[B]` int64, 0 for a row without stale tokens. None if no row has stale tokens.
     """
     positions = []
     for row in rows_of(trajectories):
@@ -106,21 +107,21 @@ def num_stale_tokens(trajectories: Sequence[Trajectory], version: int, *, mixes_
 
 
 def age_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
-    """Return mean and maximum over trajectories of the age of the oldest weights that wrote them, in versions."""
+    """Return mean and maximum over trajectories of `age`, or no metrics without trajectories."""
     ages = [age(trajectory, version) for trajectory in trajectories]
     return {"avg_trajectory_age": sum(ages) / len(ages), "max_trajectory_age": float(max(ages))} if ages else {}
 
 
 @dataclass(kw_only=True, eq=False)
 class RolloutBatches:
-    """Makes batches of rollouts, as a `runtime.run.BatchSource`."""
+    """Source that makes batches from rollouts (`runtime.run.BatchSource`)."""
 
     rollouts: RolloutSource
-    """Gives the trajectories; may be replaced before the first step."""
+    """Source of the trajectories. It may be replaced before the first step."""
     prompts: Prompts
-    """The stream that the prompts come from; the prompts of trained batches are acknowledged there."""
+    """Stream of the prompts. It is told which prompts were trained on."""
     refitter: Refitter
-    """Keeps the engines at the policy's weights."""
+    """Gives the engines the policy's current weights."""
     probe: SyncProbe
     """Checks that the engines sample from the policy."""
     layout: Callable[[Sequence[Trajectory]], BatchedDataDict[Any]]
@@ -132,11 +133,11 @@ class RolloutBatches:
     engine_load: Callable[[], dict[str, float]] = dict
     """Returns `GenerationInterface.load_metrics`, to be logged under `generation/`."""
     recorder: StepRecorder | None = None
-    """Records steps for a replay; None records none."""
+    """Recorder of steps for a replay. If None, no step is recorded."""
     tasks: Collection[str] = ()
-    """Names of the run's environments; several of them have their own metrics."""
+    """Names of the run's environments. If there are several, each has its own metrics."""
     samples_per_update: int | None = None
-    """Samples of one optimizer update, `policy.train_global_batch_size`; None: those of a step."""
+    """Number of samples of one optimizer update, `policy.train_global_batch_size`. If None, all samples of a step."""
     mixes_weights: bool = False
     """As in `num_stale_tokens`."""
 
@@ -152,8 +153,8 @@ class RolloutBatches:
         """See `BatchSource.next_batch`.
 
         Raises:
-            ValueError: the source gave a group that is older than it states.
-            DataError: samples have branches, and do not divide into optimizer updates.
+            ValueError: The source gave a group that is older than its `max_staleness` allows.
+            DataError: Samples have branches, and their rows do not divide into optimizer updates.
         """
         waiting = self._waiting(phase)
         with phase("weight_sync"), waiting("idle/refit_bubble"), self.idle.trainer_waits():
@@ -195,7 +196,7 @@ class RolloutBatches:
         return batch
 
     def _waiting(self, phase: Phase) -> Phase:
-        """Return `phase` if sampling runs ahead, where NeMo RL names waits, or a phase that measures nothing."""
+        """Return `phase` if sampling runs ahead (NeMo RL reports waits only then), or a phase that measures nothing."""
         return phase if self.rollouts.max_staleness else lambda _: nullcontext()
 
     def trained(self, step: int, batch: StepBatch) -> None:
@@ -208,7 +209,7 @@ class RolloutBatches:
 
 
 def _rewards(groups: Sequence[Group]) -> GroupRewards:
-    """Return the rewards of the samples of each group whose prompt is from the stream."""
+    """Return the rewards of each group's samples by prompt, without groups whose prompt is not from the stream."""
     return {
         group.prompt: [t.reward for t in group.trajectories if t.reward is not None and t.has_reward]
         for group in groups
@@ -217,7 +218,7 @@ def _rewards(groups: Sequence[Group]) -> GroupRewards:
 
 
 def _discarded(groups: Sequence[Group]) -> dict[str, float]:
-    """Count the sampled tokens that no update uses."""
+    """Return the number of sampled tokens that no update uses, as a metric."""
     tokens = sum(t.response_length for group in groups if not group.trains for t in group.trajectories)
     return {"num_discarded_tokens": float(tokens)}
 
@@ -248,14 +249,14 @@ class TrainingBatch(TypedDict, total=False):
 def build_training_batch(
     trajectories: Sequence[Trajectory], pad_token_id: int, *, mask_truncated: bool, needs_reward: bool = True
 ) -> BatchedDataDict[TrainingBatch]:
-    """Lay trajectories out as tensors, one row for each conversation of each (`experience.rows.rows_of`).
+    """Lay trajectories out as tensors, one row for each conversation of each trajectory (`experience.rows.rows_of`).
 
     Args:
-        trajectories: rollouts with B conversations. If the tokens of all are stored elsewhere, so are those of the
-            batch (`models.batch_rows`).
-        pad_token_id: id written after the end of a sample.
-        mask_truncated: exclude samples that hit a length limit from the loss (overlong filtering).
-        needs_reward: exclude samples without a reward from the loss.
+        trajectories: Rollouts with B conversations. If the tokens of all of them are stored elsewhere, the batch refers
+        to the stored tokens (`models.batch_rows`).
+        pad_token_id: Id written after the end of a sample.
+        mask_truncated: Exclude samples that hit a length limit from the loss (overlong filtering).
+        needs_reward: Exclude samples without a reward from the loss.
     """
     trajectories = rows_of(trajectories)
     weights = [_weight(trajectory, mask_truncated, needs_reward) for trajectory in trajectories]
@@ -271,7 +272,7 @@ def build_training_batch(
 
 
 def _token_columns(trajectories: Sequence[Trajectory], width: int, pad_token_id: int) -> dict[str, Any]:
-    """Return the columns of a batch that have a value for each token, and the inputs next to the tokens."""
+    """Return the columns with a value for each token, and the column of further inputs of rows, if there are any."""
     shape = (len(trajectories), width)
     input_ids = np.full(shape, pad_token_id, dtype=np.int64)
     token_mask = np.zeros(shape, dtype=np.float32)
@@ -313,13 +314,13 @@ def mask_sequences(
 
     Args:
         batch: B rows.
-        errors_B: `sequence_errors` of the rows.
-        rewards: of the samples of the rows; a positive one is a right answer.
-        threshold: largest error that stays in the loss; None masks nothing.
+        errors_B: The `sequence_errors` of the rows.
+        rewards: Rewards of the samples of the rows. A positive reward marks a right answer.
+        threshold: Largest error that stays in the loss. None masks nothing.
 
     Returns:
-        Metrics: largest, smallest and mean error of the rows with a token that counts, before and after masking (0 if
-        there is no such row); the number of masked rows, and the share of them that was right.
+        Metrics: largest, smallest and mean error of the rows with a token that counts, before and after masking, or 0
+            if there is no such row. Also the number of masked rows, and the share of masked rows with a right answer.
     """
     rows = BatchRows.of(batch)
     exceeds_B = errors_B > (math.inf if threshold is None else threshold)
@@ -332,7 +333,7 @@ def mask_sequences(
 
 
 def masked_metrics(num_masked: float = 0.0, num_right: float = 0.0) -> dict[str, float]:
-    """Build the metrics of masking: number of masked rows, and the share of them that was right (0 for none)."""
+    """Return the metrics of masking: number of masked rows, and share of right answers among them, or 0 if none is."""
     return {"num_masked_seqs": num_masked, "masked_correct_pct": num_right / max(num_masked, 1.0)}
 
 

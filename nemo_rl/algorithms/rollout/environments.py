@@ -1,4 +1,4 @@
-"""Check and start the environments of a run, configured and user-supplied ones, and what plays rollouts in them."""
+"""Check and start the environments of a run, configured or user-supplied, and build the runner that samples in them."""
 
 import logging
 from collections.abc import Collection, Mapping
@@ -35,7 +35,8 @@ def check_environments(
     """Check the environments of a run without starting anything.
 
     Raises:
-        ConfigError: a task has no environment, what was supplied is no environment, or runners cannot start it.
+        ConfigError: A task has no environment, a supplied object is not an environment, or rollout runners cannot start
+        the environment.
     """
     for task in tasks:
         if task not in sections:
@@ -62,10 +63,10 @@ def response_data(tokenizer: TokenizerType, config: RolloutMasterConfig, own: Co
     """Check the environments with the tokenizer, and load the prompts of a run with the tools of their environments.
 
     Args:
-        own: environments that the program has made, whose sections are not checked.
+        own: Names of environments that the caller has made. Their sections are not checked.
 
     Raises:
-        ConfigError, DataError: the data cannot be used, or the tools or their parser cannot.
+        ConfigError, DataError: The data, the tools or the parser of tool calls cannot be used.
     """
     used = {entry.env_name for entry in (*config.data.train_entries, *config.data.validation_entries)}
     for name in used:
@@ -89,8 +90,7 @@ def start_environments(
     """Start the environments that do not run yet, in the background.
 
     Args:
-        resources: environments that are started here are registered on it. Those that ran before are not, and continue
-            after the run.
+        resources: Ends the environments that are started here. Environments that ran before continue after the run.
     """
     return {
         name: start_environment(environment_of(name, _given(name, user_parts)), sections[name], cluster, resources)
@@ -99,10 +99,10 @@ def start_environments(
 
 
 def try_own_environments(environments: Mapping[str, Environment], data: RunData, timeout_s: float) -> None:
-    """Let environments of users grade a made-up answer to their first prompt, before engines start.
+    """Let user-supplied environments grade a made-up answer to their first prompt, before engines start.
 
-    An error that mistakes in code raise ends the run; any other one is a warning, because an environment may refuse an
-    answer, whose sample then has an error.
+    An error whose type shows a mistake in the code ends the run. Any other error is only a warning, because an
+    environment may fail for an odd answer, and a failure only marks the sample as failed.
 
     Raises:
         ConfigError: an environment cannot be constructed, or has a mistake.
@@ -125,7 +125,7 @@ def try_own_environments(environments: Mapping[str, Environment], data: RunData,
 
 
 _MISTAKES = ("AttributeError", "ImportError", "KeyError", "ModuleNotFoundError", "NameError", "TypeError", "Unbound")
-"""Beginnings of errors that mistakes in code raise, whatever the answer is."""
+"""Names at the beginning of an error's text that show a mistake in the code, whatever the answer is."""
 
 
 def _given(name: str, user_parts: Mapping[str, Any]) -> Any:
@@ -142,10 +142,10 @@ def make_runner(
 ) -> RolloutRunner:
     """Build the object that plays rollouts and reviews them: in the driver, or in runner actors.
 
-    Its event loop and the actors are registered on `threads`.
+    `threads` ends its event loop and its actors.
 
     Raises:
-        ConfigError: there are fewer engines than runners.
+        ConfigError: There are fewer engines than runners.
     """
     loop = EventLoopThread()
     threads.callback(loop.close)

@@ -1,22 +1,24 @@
 """Move weights from the policy to the engines when, and only when, they are stale.
 
-Connects `models.policy` and `models.generation`, which never import each other. One sync:
+This module connects `models.policy` and `models.generation`, which never import each other. One sync:
 
     engines.begin ─┐                        ┌─ next buckets are packed while these are loaded
     policy.begin  ─┴► policy.next_buckets ─►│─► engines.receive_bucket  (+ policy.send for collectives)
                             ▲───────────────┘        until the last bucket of each lane
     engines.finish ─► receipts ─► verify: version, tensor count, checksums, nothing left unbound
 
-The first sync of engines of several workers over a collective is done twice: with whole tensors, while the workers
-record what they read, and with only these parts (`weight_sync.lanes`).
-Every wait has the deadline `cluster.timeouts.weight_sync_s`. An engine that dies is replaced and the sync starts over.
+With engines of several workers and a transport that sends (a collective), the first sync is done twice. In the first
+pass all workers get whole tensors and record which parts they read. In the second pass they get only these parts
+(`weight_sync.lanes`).
+Every wait has the deadline `cluster.timeouts.weight_sync_s`. If an engine dies, it is replaced and the sync starts
+again.
 
-A sync runs in the training thread or, when an engine has died, in the thread that revives it. The latter can happen at
-any time, while other threads generate, validate, score or train. A sync holds the engines (`EngineGroup.exclusively`)
-and then the policy (`WeightSource.held`), always in this order; an update of the policy holds the policy from its first
-gradient to its new version.
+A sync runs in the training thread or, when an engine has died, in the thread that replaces the engine. The latter can
+happen at any time, while other threads generate, validate, score or train. A sync locks first the engines
+(`EngineGroup.exclusively`) and then the policy (`WeightSource.held`), always in this order. An update of the policy
+locks the policy from its first gradient to its new version.
 
-Invariant: a sync delivers all tensors of one version, and after `ensure_fresh` returns every engine answers with the
+Invariants: a sync delivers all tensors of one version. When `ensure_fresh` has returned, every engine answers with the
 policy's weight version.
 """
 
@@ -42,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 _COMPARED_TOKENS = list(range(1, 17))
-"""A prompt whose hidden states are compared after a sync of whole tensors and one of parts."""
+"""Prompt for which the hidden states after a sync of whole tensors and after a sync of parts are compared."""
 
 
 class WeightSource(Trainers, Protocol):
@@ -56,17 +58,17 @@ class WeightSource(Trainers, Protocol):
         """Keep the weights and their version unchanged, after waiting for a running update.
 
         Raises:
-            DeadlineExceededError: on entering, if the update does not end in time.
+            DeadlineExceededError: On entering, if a running update does not end in time.
         """
 
     def begin_weight_stream(self, lanes: list[Lane]) -> list[PendingCall]:
         """Start a stream on all ranks, and return the calls to wait for."""
 
     def next_weight_buckets(self) -> list[Bucket]:
-        """Pack a bucket of each lane with the next tensors."""
+        """Pack the next tensors into one bucket for each lane."""
 
     def send_weight_bucket(self, bucket: Bucket) -> list[PendingCall]:
-        """Push a bucket through a sending transport, and return the calls to wait for."""
+        """Send a bucket, if the transport sends, and return the calls to wait for."""
 
 
 NO_WEIGHTS = -1
@@ -75,11 +77,11 @@ NO_WEIGHTS = -1
 
 @dataclass(frozen=True)
 class Engines:
-    """The engines as a user of devices that the policy shares (see `runtime.memory`)."""
+    """The engines as a `DeviceUser` of devices that the policy shares (see `runtime.device_sharing`)."""
 
     generation: EngineGroup
     timeout_s: float
-    """Limit for their answers."""
+    """Time limit of their answers in seconds."""
     drops_weights: bool = False
     """Whether they lose their weights when they sleep."""
 
@@ -104,7 +106,7 @@ class Engines:
 
 
 def shared_engines(policy: PolicyConfig, cluster: ClusterConfig, engines: EngineGroup | None) -> Engines | None:
-    """The engines as a user of shared memory, or None if there are none or they have their own devices."""
+    """Return the engines as a user of shared devices, or None if there are none or they have their own devices."""
     generation = policy.generation
     if engines is None or generation is None or not generation.colocated.enabled:
         return None
@@ -113,13 +115,14 @@ def shared_engines(policy: PolicyConfig, cluster: ClusterConfig, engines: Engine
 
 
 class Refitter:
-    """Keeps the engines' weights equal to the policy's, safely for several threads.
+    """Keeps the engines' weights equal to the policy's. It may be called from several threads.
 
     Args:
-        generation: their destination.
-        timeout_s: limit of every wait within a sync.
-        memory: hands devices over if "generation" and "policy" share them.
-        send_parts: send workers only what they read, where the transport sends (`lane_choice`).
+        policy: Source of the weights.
+        generation: Destination of the weights.
+        timeout_s: Time limit of every wait within a sync, in seconds.
+        memory: Moves shared devices between "generation" and "policy".
+        send_parts: Send each worker only what it reads, if the transport sends (`lane_choice`).
     """
 
     def __init__(
@@ -141,8 +144,8 @@ class Refitter:
         self.last_sync: dict[str, float] = {}
         """Sizes and seconds of the last sync."""
         self.before_update: list[Callable[[], None]] = []
-        """Called in order before the engines get new weights or go to sleep; wait for answers that must not get new
-        weights."""
+        """Functions that are called in order before the engines get new weights or go to sleep. They wait for answers
+        that must not get new weights."""
         generation.load_weights = self.sync
 
     @property
@@ -157,11 +160,11 @@ class Refitter:
         return holds and self._synced == (version, self._generation.membership)
 
     def ensure_fresh(self) -> None:
-        """Wake the engines, and sync if their weights are older than the policy's or an engine was replaced or joined.
+        """Wake the engines. Sync if their weights are outdated, or if an engine was replaced or added.
 
         Raises:
-            WeightSyncError: the weights did not arrive, or differ from those sent.
-            DeadlineExceededError: policy or engines did not answer in time.
+            WeightSyncError: The weights did not arrive, or arrived with other values.
+            DeadlineExceededError: Policy or engines did not answer in time.
         """
         self._generation.follow_number()
         if not self._is_fresh:
@@ -227,7 +230,7 @@ class Refitter:
             return False
 
     def _computed(self) -> list[Any]:
-        """Return what engines compute with their weights: hidden states, as bytes, and names of spoilt weights."""
+        """Return what shows the engines' weights: names of weights that are not finite, and hidden states as bytes."""
         spoilt = self._wait(self._on_engines("weights_not_finite"), "comparing")
         outputs = self._wait(self._on_engines("layer_outputs", _COMPARED_TOKENS), "comparing")
         return [spoilt, [[layer.numpy().tobytes() for layer in of_worker] for of_worker in outputs]]

@@ -1,7 +1,7 @@
-"""Sources of a training step's trajectories.
+"""Sources of the trajectories that a training step learns from.
 
-A source draws prompts and gives groups of graded trajectories, each when it is finished. Variants wrap each other
-instead of adding branches to a loop: `DynamicSampling` wraps any source. `batches.RolloutBatches` tells the prompt
+A source draws prompts and gives groups of graded trajectories, each when it is finished. Variants wrap another source
+instead of adding branches to the loop: `DynamicSampling` wraps any source. `batches.RolloutBatches` tells the prompt
 stream which prompts were trained on. A source that samples ahead of training stores its groups with the stream
 (`Prompts.attach`). Invariant: the groups of a step do not depend on the order in which they finish.
 """
@@ -41,14 +41,14 @@ class Group:
     trajectories: Sequence[Trajectory]
     """Trajectories ordered by sample."""
     prompt: PromptPosition | None = None
-    """The prompt's position in the stream; None if it comes from elsewhere."""
+    """Position of the prompt in the stream. None if the prompt does not come from the stream."""
     trains: bool = True
-    """False leaves the group out of the batch; its prompt is still acknowledged with the batch. A group that a source
-    does not give at all counts as not trained on: a resumed run samples its prompt again."""
+    """Whether the batch contains the group. If not, its prompt is still acknowledged with the batch. The prompt of a
+    group that a source does not give at all is not acknowledged, so a resumed run samples it again."""
 
 
 def numbered(groups: Sequence[Group]) -> list[Trajectory]:
-    """Return the trajectories of some groups, in order, each with the index of its group among them."""
+    """Return the trajectories of the groups in order, and set the `group_index` of each."""
     for index, group in enumerate(groups):
         for trajectory in group.trajectories:
             trajectory.group_index = index
@@ -94,11 +94,11 @@ class RolloutSource(Protocol):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of how the last groups were sampled, logged under `train/`."""
+        """Metrics of the sampling of the last groups, logged under `train/`."""
 
     @property
     def max_staleness(self) -> int:
-        """Largest number of updates of the policy between the weights that sampled a group and the step it is given to.
+        """Largest number of policy updates between the weights that sampled a group and the step that trains on it.
 
         With 0 every token comes from the policy's current weights. Tokens of older weights are marked in the batch
         (`StepBatch.num_stale_B`).
@@ -107,10 +107,10 @@ class RolloutSource(Protocol):
     def next_groups(self, step: int) -> Iterator[Group]:
         """Give groups for training step `step` (from 1), each as soon as it is finished.
 
-        May be called again in the same step, for further groups. Groups come in any order (`Group.order`).
+        A second call in the same step gives further groups. Groups come in any order (`Group.order`).
 
         Raises:
-            DataExhausted: the prompts do not suffice for the step.
+            DataExhausted: There are not enough prompts for the step.
         """
 
 
@@ -119,10 +119,10 @@ class StartedGroups:
     """Groups that are sampled in the background."""
 
     runner: RolloutRunner
-    """Plays them."""
+    """Runner that samples the groups."""
     batch: PromptBatch
     key: RolloutKey
-    """Names the collection."""
+    """Key of the collection."""
     tasks: list[BackgroundTask[Rollouts]]
     """One for each prompt, in the order of the batch."""
 
@@ -130,8 +130,8 @@ class StartedGroups:
         """Wait for all groups.
 
         Raises:
-            DeadlineExceededError: a group takes too long.
-            Exception: the failure of a group; the others are cancelled.
+            DeadlineExceededError: A group takes too long.
+            Exception: A group failed. The other groups are cancelled.
         """
         try:
             rollouts = [task.result(self.runner.group_limit_s) for task in self.tasks]
@@ -152,18 +152,18 @@ SOURCES: Registry[RolloutSource] = Registry(
     {"fresh": f"{__name__}.FreshRollouts", "dynamic_sampling": f"{__name__}.DynamicSampling"},
     attributes=("metrics", "max_staleness"),
 )
-"""Sources that `rollout_source.name` may name; a user's own is constructed with the source that it wraps."""
+"""Sources that `rollout_source.name` may name. A user's own source is constructed with the source that it wraps."""
 
 
 def drawn_prompts(algorithm: RolloutTrainingConfig) -> int:
-    """Return the prompts that are drawn at a time: those of a step, with dynamic sampling those of a round."""
+    """Return the number of prompts drawn at a time: one step's, or one round's with dynamic sampling."""
     if isinstance(algorithm, RewardedTrainingConfig) and algorithm.use_dynamic_sampling:
         return int(algorithm.num_prompts_per_step * algorithm.batch_multiplier)
     return algorithm.num_prompts_per_step
 
 
 def check_source(config: RolloutSourceConfig, key: str) -> None:
-    """Check the user's own source, if the section names one.
+    """Check the user-supplied source, if the section names one.
 
     Args:
         key: dotted path of the section.
@@ -176,30 +176,30 @@ def check_source(config: RolloutSourceConfig, key: str) -> None:
 
 
 def wrap_source(inner: RolloutSource, config: RolloutSourceConfig, key: str) -> RolloutSource:
-    """Return the source wrapped in the user's own class, or the source itself (see `check_source`)."""
+    """Return the source wrapped in the user's class, if the section names one, or else the source itself."""
     return SOURCES.make(config.name, key, config.kwargs, inner) if SOURCES.is_own(config.name) else inner
 
 
 @dataclass
 class FreshRollouts:
-    """Samples the next batch of prompts with the current weights.
+    """Source that samples the next batch of prompts with the current weights.
 
-    Nothing is sampled ahead: a step that was not trained on is sampled again, from the weights of its checkpoint. With
-    `start` a source built on this one samples in the background.
+    Nothing is sampled ahead: a step that was not trained on is sampled again, from the weights of its checkpoint. A
+    source that wraps this one can sample in the background by `start`.
     """
 
     prompts: Prompts
     runner: RolloutRunner
-    """Plays rollouts."""
+    """Runner that samples the groups."""
     sampling: SamplingParams
-    """How to sample."""
+    """Sampling parameters."""
     num_generations: int
-    """Samples per prompt."""
+    """Number of samples per prompt."""
     run_seed: int
     metrics: dict[str, float] = field(default_factory=dict, init=False)
     """Metrics reported by environments about the last groups."""
     _rounds: Counter[int] = field(default_factory=Counter, init=False)
-    """Collections by step."""
+    """Number of collections of each step."""
 
     max_staleness = 0
 
@@ -246,15 +246,15 @@ class FreshRollouts:
 class DynamicSampling:
     """DAPO's dynamic sampling (Yu et al. 2025, section 3.2): train only on groups whose rewards differ.
 
-    Collects until `num_groups` groups have more than one distinct reward. Rewards are compared after penalties, which
-    may make equal ones different, and scaling, which may clip different ones to the same value. The other groups are
-    given with `trains=False`.
+    It collects until `num_groups` groups have more than one distinct reward. Rewards are compared after penalties and
+    after scaling. Penalties may make equal rewards different, and scaling may clip different rewards to the same value.
+    All other groups are given with `trains=False`.
 
     Args:
-        inner: source to collect from.
-        num_groups: groups per step.
-        max_rounds: collections per step before giving up.
-        scale: how rewards `[G]` are scaled before they become advantages; None leaves them.
+        inner: Source to collect from.
+        num_groups: Number of groups per step.
+        max_rounds: Largest number of collections per step.
+        scale: Function that scales rewards `[G]` before they become advantages. None leaves them as they are.
     """
 
     def __init__(
@@ -279,8 +279,8 @@ class DynamicSampling:
         """See `RolloutSource.next_groups`.
 
         Raises:
-            DataExhausted: too few groups differ after `max_rounds` collections.
-            NothingToLearnError: no sample of these collections could be graded.
+            DataExhausted: Too few groups have different rewards after `max_rounds` collections.
+            NothingToLearnError: No sample of these collections could be graded.
         """
         num_differing, num_seen, some_reward = 0, 0, False
         rounds: list[Rollouts] = []

@@ -1,6 +1,6 @@
-"""Choose how weights get from the policy to the engines, and how the first sync is checked.
+"""Choose how weights get from the policy to the engines, and check the first sync.
 
-`config.rules.training` refuses choices that cannot work before anything starts.
+Choices that cannot work are refused before, by `config.rules.training`.
 """
 
 import logging
@@ -36,13 +36,14 @@ ROUNDING = {"float32": 1e-4, "float16": 0.003, "bfloat16": 0.01, "fp8": 0.05}
 
 
 class SyncProbe:
-    """Compares the first batch's log-probabilities on both sides.
+    """Check that compares the log-probabilities of the policy and of the engines in the first batch.
 
     Args:
-        refitter: wakes the engines and sends them to sleep where they share a device with the policy.
-        max_error: largest mean of `exp(|log p_trainer - log p_engine|)` over the sampled tokens; None: no check.
-        timeout_s: limit for the engines to answer.
-        precision: the coarser number format of the two sides.
+        refitter: Wakes the engines and puts them to sleep where they share a device with the policy.
+        max_error: Largest allowed mean of `exp(|log p_trainer - log p_engine|)` over the sampled tokens. If None,
+            nothing is checked.
+        timeout_s: Time limit for answers of the engines, in seconds.
+        precision: The coarser one of the number formats of policy and engines.
     """
 
     def __init__(
@@ -65,14 +66,14 @@ class SyncProbe:
     def check(self, batch: BatchedDataDict[Any], num_stale_B: Tensor | None = None) -> None:
         """Compare once, or do nothing if these engines have been compared before.
 
-        Only tokens of the current weights are compared. A batch without any leaves the comparison to a later one.
+        Only tokens that the current weights sampled are compared. If a batch has none, the next batch is compared.
 
         Args:
             batch: `input_ids`, `input_lengths`, `token_mask` and `generation_logprobs`, or stored rows.
-            num_stale_B: as `StepBatch.num_stale_B`.
+            num_stale_B: See `StepBatch.num_stale_B`.
 
         Raises:
-            WeightSyncError: the engines compute other log-probabilities than the policy.
+            WeightSyncError: The engines compute other log-probabilities than the policy.
         """
         membership = self._generation.membership
         if self._max_error is None or self._membership == membership:
@@ -108,7 +109,7 @@ class SyncProbe:
         )
 
     def _suspects(self, token_ids: list[int]) -> str:
-        """Name the first layer whose output differs, for each engine, in sentences."""
+        """Describe for each engine, in sentences, the first layer whose output differs from the policy's."""
         self._refitter.ensure_fresh()
         workers = self._generation.workers
         calls = self._generation.call_all("layer_outputs", token_ids)
@@ -124,13 +125,13 @@ class SyncProbe:
 def suspect_layer(names: Sequence[str], expected: Sequence[Tensor], outputs: Sequence[Tensor], rounding: float) -> str:
     """Name the layer after which the hidden states of two models differ.
 
-    Rounding lets the difference grow slowly; it jumps where a layer computes something else.
+    Rounding makes the difference grow slowly from layer to layer. A jump shows a layer that computes something else.
 
     Args:
-        names: names of the layers, in order.
-        expected: hidden states `[T, D]` after each layer.
-        outputs: the same of the suspected model; empty if it cannot report them.
-        rounding: relative difference that rounding can cause.
+        names: Names of the layers, in order.
+        expected: Hidden states `[T, D]` after each layer.
+        outputs: Hidden states of the suspected model, in the same form. Empty if it cannot report them.
+        rounding: Relative difference that rounding can cause.
     """
     if [output.shape for output in outputs] != [output.shape for output in expected]:
         return "its layers cannot be compared with the policy's"
@@ -155,9 +156,9 @@ def make_refitter(
     """Build the refitter, with the transport that the section asks for.
 
     Args:
-        policy: the source of the weights.
-        engines: their destination.
-        memory: hands shared devices over.
+        policy: Source of the weights.
+        engines: Destination of the weights.
+        memory: Moves shared devices between policy and engines.
     """
     generation = config.sampling
     sync = generation.weight_sync
@@ -174,7 +175,7 @@ def make_refitter(
     if quantization is not None and quantization.simulated:
         logger.warning(SIMULATED)
     stream = PolicyWeightStream(policy, engine_precision(config), timeout_s, quantization)
-    # Blocks of float8 values do not end where the parts do that an engine reads.
+    # A block of float8 values may extend over several of the parts that engines read.
     return Refitter(stream, engines, spec, timeout_s, memory, sync.send_parts and quantization is None)
 
 
@@ -186,23 +187,23 @@ def refit_policy_generation(
     timer: Timer | None = None,
     kv_scales: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
-    """Move the policy's weights to engines with NeMo RL's arguments, as a run does itself for stale engines.
+    """Move the policy's weights to engines, called with NeMo RL's arguments. A run does this by itself.
 
     Args:
-        policy: the source of the weights.
-        policy_generation: their destination: `Run.generation`, or engines that the program started.
-        colocated_inference: whether both share the devices.
-        _refit_buffer_size_gb: gibibytes moved at a time; None is `weight_sync.bucket_size_mb`.
-        timer: records the time as `refit`.
-        kv_scales: must be None.
+        policy: Source of the weights.
+        policy_generation: Destination of the weights: `Run.generation`, or engines that the program started.
+        colocated_inference: Whether policy and engines share devices.
+        _refit_buffer_size_gb: Gibibytes moved at a time. None is the value of `weight_sync.bucket_size_mb`.
+        timer: Timer that records the time as `refit`.
+        kv_scales: Must be None.
 
     Returns:
-        Seconds, sizes and the number of tensors, as `train/sync_*` of a run.
+        Seconds, sizes and the number of tensors, named as in `Refitter.last_sync`.
 
     Raises:
-        ConfigError: the policy does not say how weights are moved (`policy.generation` is null).
+        ConfigError: The policy does not say how weights are moved (`policy.generation` is null).
         NotBuiltError: `kv_scales` is given.
-        WeightSyncError: the weights did not arrive, or not as they were sent.
+        WeightSyncError: The weights did not arrive, or arrived with other values.
     """
     if kv_scales:
         raise NotBuiltError("kv_scales: calibrated scales of an fp8 key-value cache are not built yet; it has scale 1.")
@@ -243,7 +244,7 @@ def make_probe(
 
 
 def choose_transport(asked: str, cluster: ClusterConfig, colocated: bool) -> TransportName:
-    """Resolve `weight_sync.transport=auto`, while `config.rules.training` refuses impossible transports."""
+    """Return the transport, chosen by the cluster if `weight_sync.transport=auto`."""
     if asked != "auto":
         return asked  # type: ignore[return-value]
     if cluster.uses_gpu:

@@ -4,8 +4,8 @@
     overlap.validation=hold_updates     training goes on; the next weights reach the engines after the validation
     overlap.validation=through_updates  training goes on; answers continue with new weights
 
-Invariant: the samples of a validation depend on the run's seed and the data only, so two validations of the same
-weights give the same numbers, and curves of two runs compare like with like.
+Invariant: the samples of a validation depend only on the weights, the data and the run's seed, so two validations of
+the same weights give the same numbers, and the curves of two runs can be compared.
 """
 
 import math
@@ -38,16 +38,16 @@ class Validator:
     batches: Iterable[BatchedDataDict[Any]]
     """Collated prompts, iterated again for every validation."""
     runner: RolloutRunner
-    """Plays rollouts."""
+    """Runner that samples the answers."""
     sampling: SamplingParams
-    """How to sample."""
+    """Sampling parameters."""
     num_generations: int
-    """Samples per prompt."""
+    """Number of samples per prompt."""
     run_seed: int
     tasks: Collection[str] = ()
-    """Names of the run's environments; several of them have their own metrics."""
+    """Names of the run's environments. If there are several, each has its own metrics."""
     name_of: Callable[[int], str | None] = lambda idx: None
-    """Maps a row to the name of its data set, which has its own metrics; None for none."""
+    """Function from a row to the name of its data set, which then has its own metrics, or to None."""
 
     def validate(self) -> Rollouts:
         """Roll out all validation prompts, and return the trajectories and metrics for the prefix `validation/`."""
@@ -59,7 +59,7 @@ class Validator:
         )
 
     async def play(self, batches: Sequence[BatchedDataDict[Any]]) -> Rollouts:
-        """Do as `validate`, in a coroutine, with prompts that are loaded already."""
+        """Validate as `validate` does, but as a coroutine and with prompts that are loaded already."""
         return self._joined(
             [
                 await self.runner.play(prompts, self.num_generations, self.sampling, self._key(index))
@@ -71,7 +71,7 @@ class Validator:
         return RolloutKey(self.run_seed, "validation", step=0, round=index)
 
     def _joined(self, collections: Sequence[Rollouts]) -> Rollouts:
-        """Number the groups of all batches, and compute the metrics."""
+        """Renumber the groups of all batches in one sequence, and compute the metrics."""
         trajectories: list[Trajectory] = []
         for collection in collections:
             offset = trajectories[-1].group_index + 1 if trajectories else 0
@@ -82,7 +82,7 @@ class Validator:
         return Rollouts(trajectories, metrics | self._by_group(trajectories))
 
     def _by_group(self, trajectories: list[Trajectory]) -> dict[str, float]:
-        """Compute the metrics of each environment, if there are several, and of each data set with a name."""
+        """Return the metrics of each environment, if there are several, and of each data set with a name."""
         groups: dict[str, list[Trajectory]] = defaultdict(list)
         for trajectory in trajectories:
             if len(self.tasks) > 1:
@@ -98,12 +98,12 @@ class Validator:
 
 @dataclass(frozen=True)
 class ValidationReport:
-    """Writes the samples of a validation, and prints some."""
+    """Writes the samples of a validation to the log, and prints some of them."""
 
     trajectory_log: TrajectoryLog
-    """Writes them."""
+    """Log that the samples are written to."""
     num_printed: int
-    """Samples to print; 0 prints none."""
+    """Number of samples to print."""
 
     def write(self, step: int, trajectories: list[Trajectory]) -> None:
         """Write the samples of the validation after a step."""
@@ -132,7 +132,7 @@ class _Running:
         self.ended = time.perf_counter()
 
     def wait(self) -> None:
-        """Wait for the end and count the seconds, without raising a failure, which stays with the task."""
+        """Wait for the end, and count the seconds. A failure is not raised here, but by the task's result."""
         started = time.perf_counter()
         self.task.wait(self.limit_s)
         woken = time.perf_counter()
@@ -142,15 +142,15 @@ class _Running:
 
 @dataclass
 class BackgroundValidation:
-    """Validates while training goes on, as a `runtime.validations.Validation`.
+    """Validation that runs while training continues (`runtime.validations.Validation`).
 
     All prompts are loaded before it starts.
     """
 
     validator: Validator
-    """Plays the validation prompts."""
+    """Validator that samples the answers."""
     ensure_fresh: Callable[[], None]
-    """Gives the engines the policy's weights."""
+    """Function that gives the engines the policy's weights."""
     report: ValidationReport
     """Writes the samples."""
     _running: _Running | None = field(default=None, init=False)
@@ -159,15 +159,15 @@ class BackgroundValidation:
         """See `Validation.start`."""
         self.ensure_fresh()
         batches, runner = list(self.validator.batches), self.validator.runner
-        # `wait_for_groups` leaves it out, because a checkpoint does not wait for it.
+        # With `through_updates`, `wait_for_groups` does not wait for the validation: a checkpoint must not wait for it.
         task = runner.start(self.validator.play(batches), f"the validation after step {step}", through_updates=True)
         self._running = _Running(step, task, limit_s=len(batches) * runner.group_limit_s)
 
     def wait(self) -> None:
-        """Wait for the running validation, if there is one, and leave it to `finished` to raise a failure.
+        """Wait for the running validation, if there is one. A failure of the validation is raised by `finished`.
 
         Raises:
-            DeadlineExceededError: it has not ended after the limits of all its batches.
+            DeadlineExceededError: The validation has not ended within the time limits of all of its batches.
         """
         if self._running is not None:
             self._running.wait()
@@ -175,7 +175,8 @@ class BackgroundValidation:
     def finished(self, *, wait: bool) -> ValidationResult | None:
         """See `Validation.finished`.
 
-        The metrics contain `min_weight_version` and `max_weight_version`, of the weights that wrote the answers.
+        The metrics contain `min_weight_version` and `max_weight_version`, the oldest and newest weights that wrote
+        answers.
         """
         running = self._running
         if running is None or not (wait or running.task.is_done):
@@ -230,11 +231,11 @@ def make_validation(
 
 
 def overlapped(choice: str, validator: Validator, report: ValidationReport, refitter: Refitter) -> Validation:
-    """Return a validation that training stops for, or that runs while it goes on.
+    """Return a validation that training stops for, or one that runs while training continues.
 
     Args:
-        choice: `overlap.validation`.
-        refitter: gives the engines the policy's weights; with `hold_updates` it waits for the validation before that.
+        choice: Value of `overlap.validation`.
+        refitter: Gives the engines the policy's weights. With `hold_updates` it first waits for the validation.
     """
     if choice == "stop":
 

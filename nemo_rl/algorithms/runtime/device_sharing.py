@@ -1,6 +1,6 @@
-"""Let models and engines that share devices take turns: while one is idle, its state is in host memory.
+"""Let models and engines that share devices take turns. While one is idle, its state is in host memory.
 
-Invariant: before a model or the engines work, all others on the same devices have been moved to host memory.
+Invariant: before a model or the engines work, all other users of the same devices have been moved to host memory.
 """
 
 from collections.abc import Collection, Mapping
@@ -13,7 +13,7 @@ from nemo_rl.models.training.backends import training_backend
 
 
 class DeviceUser(Protocol):
-    """A model or the engines, with state on shared devices and methods that have no effect when called again."""
+    """A model or the engines, with state on shared devices. Calling a method again has no effect."""
 
     def rest(self) -> None:
         """Move the state to host memory, as far as that is possible."""
@@ -70,7 +70,7 @@ class FrozenModel:
 
 
 def device_user(name: str, role: Role, model: Policy) -> DeviceUser:
-    """Return a model as a user of devices that it shares."""
+    """Return a `DeviceUser` for a model."""
     if not role.trains:
         return FrozenModel(model)
     keeps_weights = name == "policy" or not training_backend(role.section).offloads_trained_weights
@@ -89,8 +89,8 @@ class MemorySharing:
     """Decides which models and engines have their state on shared devices.
 
     Args:
-        groups: the models and engines on each group of shared devices, by name. A model with its own devices is in no
-            group; on a CPU there is no group, because its memory holds all models.
+        groups: For each group of shared devices, the models and engines on it, by name. A model with its own devices is
+            in no group. On CPUs there are no groups, because host memory is the only memory.
     """
 
     def __init__(self, *groups: Mapping[str, DeviceUser]):
@@ -98,14 +98,14 @@ class MemorySharing:
         self._working: list[set[str]] = [set() for _ in groups]
 
     def is_shared(self, name: str) -> bool:
-        """Return whether a user shares its devices."""
+        """Return whether the model or engines of this name share their devices."""
         return any(name in group for group in self._groups)
 
     def hand_to(self, names: Collection[str]) -> None:
-        """Move the others to host memory, then these to their devices.
+        """Move all other users of the devices to host memory, then these models and engines to the devices.
 
         Args:
-            names: models and engines that are about to work; devices that none of them uses stay as they are.
+            names: Models and engines that are about to work. Devices that none of them uses stay as they are.
         """
         for number, users in enumerate(self._groups):
             working = users.keys() & set(names)
@@ -131,13 +131,13 @@ def share_memory(
 
 @dataclass(frozen=True)
 class SavedOnDevice:
-    """A model next to the policy that gets its devices back before it is saved, as a `saving.BackgroundSavable`."""
+    """Model besides the policy that is moved to its devices before it is saved (`saving.BackgroundSavable`)."""
 
     name: str
     """Name of the model."""
     model: Policy
     memory: MemorySharing
-    """Gives it its devices."""
+    """Moves the model to its devices."""
 
     def save_checkpoint(self, *paths: Any, **options: Any) -> None:
         """See `Policy.save_checkpoint`."""

@@ -22,23 +22,24 @@ class IdleSteps:
     """Counter of the steps in a row in which the policy, or the critic of PPO, made no update.
 
     Args:
-        most: number of idle steps in a row that ends the run.
+        most: Number of consecutive idle steps that ends the run.
     """
 
     def __init__(self, most: int) -> None:
         self.in_a_row = 0
-        """Idle steps since the last one in which all models trained."""
+        """Number of idle steps since the last step in which all models trained."""
         self._most = most
 
     def note(self, step: int, metrics: Mapping[str, float]) -> NemoRLError | None:
         """Count a finished step and warn if it was idle.
 
         Args:
-            metrics: metrics of the step; `num_updates` is how many updates the policy made, `critic/num_updates` how
-                many the critic made, `global_valid_seqs` how many sequences count (`Policy.train`).
+            metrics: Metrics of the step: `num_updates`, the number of updates that the policy made,
+            `critic/num_updates`, the number that the critic made, and `global_valid_seqs`, the number of sequences that
+            count (`Policy.train`).
 
         Returns:
-            The error that ends the run if there were too many idle steps in a row, else None.
+            The error that ends the run if there were too many idle steps in a row, or else None.
         """
         nothing_counts = metrics.get("global_valid_seqs") == 0
         critic_updates = metrics.get("critic/num_updates", 1.0)
@@ -65,7 +66,7 @@ class IdleSteps:
 
 
 def made_update(metrics: Mapping[str, float]) -> bool:
-    """Return whether a step updated the policy, or True without the metric `num_updates`."""
+    """Return whether a step updated the policy. Without the metric `num_updates`, it is taken to be 1."""
     return metrics.get("num_updates", 1.0) > 0 and metrics.get("global_valid_seqs") != 0
 
 

@@ -1,12 +1,12 @@
-"""Replace the ranks of a run's models when some died or hang, so that it trains again from its newest checkpoint.
+"""Replace the ranks of a run's models when some died or hang, so that the run continues from its newest checkpoint.
 
     train ─► failure ─► models with lost ranks ─► new ranks in the same places ─► new parts in the controller ─► train
                         none: the failure ends      load the newest checkpoint     session and source begin at the
                         the run                     or the initial weights         step of that checkpoint
 
-Engines, environments, trackers and the lock of the checkpoint folder stay. The parts in the controller are built again,
-not reset. Invariant: after a restart a run computes the same numbers as a run that is started again from the same
-checkpoint, and its files and trackers hold each step once.
+Engines, environments, trackers and the lock of the checkpoint folder are kept. The parts in the controller are built
+again, not reset. Invariant: after a restart a run computes the same numbers as a run that is started again from the
+same checkpoint, and its files and trackers hold each step once.
 """
 
 import logging
@@ -31,7 +31,7 @@ class Replaceable(Protocol):
     """A model whose ranks can be replaced."""
 
     def find_loss(self, *, silence_is_loss: bool) -> str | None:
-        """Return in one line why the ranks have to be replaced, or None if they need not be."""
+        """Return in one line why the ranks have to be replaced, or None if they do not."""
 
 
 class BuiltSource(BatchSource, Protocol):
@@ -39,12 +39,12 @@ class BuiltSource(BatchSource, Protocol):
 
     @property
     def was_changed(self) -> bool:
-        """True if the program has replaced a part of it."""
+        """True if the program has replaced a part of the source."""
 
 
 @dataclass(frozen=True)
 class Connection:
-    """The parts of a run in the controller that connect its workers, with fields as in `Run`."""
+    """The parts of a run in the controller that are connected to its workers. For the fields, see `Run`."""
 
     session: Session
     source: BuiltSource
@@ -54,7 +54,7 @@ class Connection:
 
 
 class Restartable(Protocol):
-    """Replaces ranks of a run, and connects its workers again."""
+    """Replaces ranks of a run, and connects the run to its workers again."""
 
     @property
     def models(self) -> Mapping[str, Replaceable]:
@@ -64,7 +64,7 @@ class Restartable(Protocol):
         """Return the step folder to continue from, or None to begin again at step 1."""
 
     def replace_ranks(self, lost: Collection[str], resume_path: Path | None) -> None:
-        """End the threads of the parts, and replace the ranks of models that are trained or lost some."""
+        """End the threads of the controller's parts, and replace the ranks of trained and of `lost` models."""
 
     def rebuild(self, resume_path: Path | None) -> Connection:
         """Build the parts in the controller, for a run that continues from a step folder."""
@@ -81,7 +81,7 @@ class Cause:
 
     @property
     def kind(self) -> tuple[int, str]:
-        """The cause without what differs between processes, to recognize a failure that repeats itself."""
+        """The cause without process ids and similar values, by which a repeated failure is recognized."""
         return self.step, _CHANGES_WITH_EACH_PROCESS.sub("", self.reason)
 
     def __str__(self) -> str:
@@ -90,15 +90,15 @@ class Cause:
 
 @dataclass
 class Recovery:
-    """Makes a run ready to be trained again, as a `Run.recover`."""
+    """Callable that makes a run ready to be trained again (`Run.recover`)."""
 
     max_restarts: int
     """Number of restarts after which a failure ends the run."""
     workers: Restartable
-    """Workers and parts that are restarted."""
+    """Workers that are restarted, and builder of the parts in the controller."""
     metrics: Logger
     connection: Connection
-    """The current parts."""
+    """The current parts in the controller."""
     causes: list[Cause] = field(default_factory=list)
     """Reasons of the restarts so far."""
 
@@ -106,9 +106,9 @@ class Recovery:
         """Replace lost ranks, and build source and session of the run again.
 
         Raises:
-            RunRestartError: the restarts are used up, the same step failed twice in the same way, or the program has
-                replaced a part of the run that cannot be built again.
-            Exception: the failure itself, if no rank is lost, the run must stop or its Ray has ended.
+            RunRestartError: The allowed restarts are used up, the same step failed twice in the same way, or the
+                program has replaced a part of the run that cannot be built again.
+            Exception: The given failure, if no rank is lost, the run must stop or its Ray has ended.
         """
         if not self.max_restarts or run.session.must_stop or isinstance(failure, RayDiedError):
             raise failure
@@ -128,7 +128,7 @@ class Recovery:
         self._restart(run, lost)
 
     def _note(self, cause: Cause, failure: Exception) -> None:
-        """Record a cause."""
+        """Record a cause, and raise an error if it is one too many or a repeated one."""
         repeats = cause.kind in [earlier.kind for earlier in self.causes]
         self.causes.append(cause)
         if not repeats and len(self.causes) <= self.max_restarts:
@@ -160,7 +160,7 @@ class Recovery:
 
 
 def _reason(failure: Exception, lost: Mapping[str, str]) -> str:
-    """Return type and first line of a failure, and the losses that it does not name itself."""
+    """Return the failure's type and first line, and the reasons of lost ranks that the line does not contain."""
     message = str(failure).partition("\n")[0]
     others = [f"({name}: {loss})" for name, loss in lost.items() if loss != message]
     return " ".join([f"{type(failure).__name__}: {message}", *others])

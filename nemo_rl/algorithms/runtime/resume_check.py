@@ -1,7 +1,8 @@
 """Check, before Ray starts, that a run can resume from a checkpoint.
 
-The configuration is compared (`config.rules.resume` lists the keys that may change), and number and checksum of the
-rows of the training data. Each trained model must have the same backend, its weights and its optimizer state.
+The configuration is compared with the stored one (`config.rules.resume` lists the keys that may change). The number and
+the checksum of the rows of training data are also compared. For each trained model, the checkpoint must have been
+written by the same backend and contain weights and optimizer state.
 """
 
 import json
@@ -33,15 +34,15 @@ def check_resume(
     """Log all changes, and refuse changes that a resumed run cannot make.
 
     Args:
-        models: its models; those that are trained must be in the checkpoint.
-        path: the step folder from which it resumes.
+        models: Models of the run. Those that are trained must be in the checkpoint.
+        path: Step folder from which the run resumes.
 
     Returns:
         The position in the data.
 
     Raises:
-        ConfigError: something changed that `checkpointing.allow_changed` does not name.
-        CheckpointError: the checkpoint's configuration or data position cannot be read.
+        ConfigError: A value or file has changed that `checkpointing.allow_changed` does not name.
+        CheckpointError: The checkpoint's configuration or data position cannot be read.
     """
     stored = _stored_config(path)
     for name, role in trained(models).items():
@@ -65,7 +66,7 @@ def _stored_config(path: Path) -> Mapping[str, Any]:
 
 
 def _check_backend(name: str, model: PolicyConfig, path: Path, stored: Mapping[str, Any]) -> None:
-    """Refuse a model's training state of another backend: no key can allow it, only weights can be taken over."""
+    """Refuse training state of another backend. `allow_changed` cannot allow it."""
     before, now = _backend_key(stored.get(name)), model.backend_key
     if before is None or before == now:
         return
@@ -78,7 +79,7 @@ def _check_backend(name: str, model: PolicyConfig, path: Path, stored: Mapping[s
 
 
 def _backend_key(stored: Any) -> str | None:
-    """Return the backend's section in a stored model section, or None for other versions, which have none."""
+    """Return the key of the backend's section in a stored model section, or None if it has no such section."""
     sections = stored if isinstance(stored, Mapping) else {}
     if sections.get("training_backend"):
         return "training_backend"
@@ -86,7 +87,7 @@ def _backend_key(stored: Any) -> str | None:
 
 
 def _start_from(name: str, path: Path, before: str) -> str:
-    """Return the commands and overrides that start a run from the weights of a model in a step folder."""
+    """Return the lines that tell how to start a run from the weights of a model in a step folder."""
     model, prepared = path / name / "weights" / MODEL_FOLDER, ""
     if not (model / "config.json").exists():
         model /= CONSOLIDATED_FOLDER
@@ -143,7 +144,7 @@ def _check_data(config: MasterConfig, path: Path, num_rows: int, checksum: str) 
 
 
 def _stored_checksum(path: Path) -> str | None:
-    """Return the checksum of the rows in a step folder, or None if another version of the library wrote it."""
+    """Return the checksum of the rows stored in a step folder, or None if none is stored."""
     try:
         info = json.loads((path / "training_info.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # an unreadable file is reported where the run takes its counters from it
@@ -153,7 +154,7 @@ def _stored_checksum(path: Path) -> str | None:
 
 
 def _check_state(name: str, checkpointing: CheckpointingConfig, path: Path, stored: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint without a trained model or without its optimizer, unless `allow_changed` names them."""
+    """Refuse a checkpoint that lacks a trained model or its optimizer, unless `allow_changed` names what is missing."""
     if not (path / name).exists() and not checkpointing.allows(name):
         raise ConfigError(
             f"{path} has no folder {name}: this run trains the model {name}, and the run that wrote the checkpoint did "

@@ -1,11 +1,11 @@
-"""The parts of a run, and the one training loop.
+"""Define the parts of a run, and the training loop that all algorithms share.
 
     source.next_batch ─► each stage adds to the batch ─► policy.train ─► metrics, checkpoint
 
     train_with_restarts ─► train ─► a failure ─► Run.recover: raises it, or makes the run ready for train
 
 An algorithm is a choice of these parts: the source of batches (rollouts or written data), the stages before the update
-(log-probabilities, a second model's scores, advantages), and the loss. Invariant: the loop has no option.
+(log-probabilities, scores of a second model, advantages), and the loss. Invariant: the loop has no options.
 """
 
 import sys
@@ -36,39 +36,39 @@ class StepBatch:
     """The batch of one step."""
 
     tensors: BatchedDataDict[Any]
-    """The batch of B rows; stages write into it."""
+    """Tensors of the B rows. Stages add columns."""
     trajectories: Sequence[Trajectory] = ()
-    """The rollouts that the rows were made from, in order; one with branches has several rows. Empty for written
+    """The rollouts that the rows were made from, in order. A rollout with branches has several rows. Empty for written
     data."""
     num_prompts: int = 0
-    """Prompts, or samples of written data, that the batch consumes."""
+    """Number of prompts, or of samples of written data, that the batch consumes."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of making the batch, logged under `train/`."""
     metrics_under: dict[str, dict[str, float]] = field(default_factory=dict)
     """Further metrics, by the prefix under which they are logged."""
     rows_per_update: int | Sequence[int] | None = None
-    """Rows of one optimizer update, or of each; None takes `policy.train_global_batch_size`."""
+    """Number of rows of one optimizer update, or of each. If None, `policy.train_global_batch_size`."""
     prompts: Sequence[PromptPosition] = ()
-    """Positions in the data that are done with once the batch was trained on."""
+    """Positions in the data that are acknowledged when the batch has been trained on."""
     rewards: GroupRewards = field(default_factory=dict)
-    """Rewards of the samples of each of these prompts, also of those that the batch leaves out."""
+    """Rewards of the samples of each prompt in `prompts`, also of samples that the batch leaves out."""
     num_stale_B: Tensor | None = None
-    """`[B]` int64, position after the last token that weights older than the policy's wrote; None if there is none."""
+    """`[B]` int64, position after the last token that weights older than the policy's wrote. None if there is none."""
     unmeasured: frozenset[str] = frozenset()
     """Metrics of the update that say nothing about this batch and are not logged."""
 
     def measured(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return metrics without the metrics of `unmeasured`."""
+        """Return the metrics without those that `unmeasured` names."""
         return {name: value for name, value in metrics.items() if name not in self.unmeasured}
 
     @property
     def rows(self) -> list[Trajectory]:
-        """The part of a rollout that each of the B rows was made from (`experience.rows.rows_of`)."""
+        """The conversation that each of the B rows was made from (`experience.rows.rows_of`)."""
         return rows_of(self.trajectories)
 
 
 class BatchSource(Protocol):
-    """Gives each step its batch."""
+    """Source of the batch of each step."""
 
     def next_batch(self, step: int, phase: Phase) -> StepBatch:
         """Return the batch of a step, counted from 1.
@@ -78,11 +78,11 @@ class BatchSource(Protocol):
         """
 
     def trained(self, step: int, batch: StepBatch) -> None:
-        """Acknowledge the prompts of a batch that was trained on: only now a checkpoint counts them as done."""
+        """Acknowledge the prompts of a batch that has been trained on, so that checkpoints count them as done."""
 
 
 class Stage(Protocol):
-    """One change of a batch after it is made and before the update."""
+    """A change of the batch between its making and the update."""
 
     @property
     def name(self) -> str:
@@ -90,14 +90,14 @@ class Stage(Protocol):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Models that the stage uses, to which shared devices are given. If it is empty, nothing changes."""
+        """Models that the stage uses, to which shared devices are given. If empty, devices stay as they are."""
 
     def apply(self, batch: StepBatch) -> dict[str, float]:
-        """Write into `batch.tensors`, and return metrics of the step."""
+        """Add columns to `batch.tensors`, and return metrics of the step."""
 
 
 class Trainer(Protocol):
-    """Makes the update of a step, as the policy or as an object that has computed a part of it before."""
+    """Makes the update of a step: the policy, or an object that calls it."""
 
     def train(
         self, data: BatchedDataDict[Any], loss_fn: AnyLossFunction, *, gbs: int | Sequence[int] | None = None
@@ -106,7 +106,7 @@ class Trainer(Protocol):
 
 
 def cannot_recover(run: "Run", failure: Exception) -> None:
-    """Raise the failure: the run does not restart itself."""
+    """Raise the failure, for a run that does not restart itself."""
     raise failure
 
 
@@ -125,16 +125,16 @@ class Run:
     loss_fn: AnyLossFunction
     """Loss of the policy."""
     memory: MemorySharing
-    """Decides which models have the devices, where several share them."""
+    """Decides which models have their state on devices that several models share."""
     resources: ExitStack
-    """Ends everything that was started, latest first."""
+    """Stack of everything that was started. It is ended in reverse order."""
     generation: GenerationInterface | None = None
-    """The engines; None if nothing is sampled."""
+    """The engines. None if nothing is sampled."""
     trainer: Trainer | None = None
-    """Makes the updates; None: the policy."""
+    """Makes the updates. If None, the policy does."""
     recover: Callable[["Run", Exception], None] = cannot_recover
-    """Called with the run and the failure that ended `train`; raises the failure, or makes the run ready to be trained
-    again (`runtime.recovery`)."""
+    """Function that is called with the run and the failure that ended `train`. It raises the failure, or makes the run
+    ready to be trained again (`runtime.recovery`)."""
 
     @property
     def policy(self) -> PolicyInterface:
@@ -142,11 +142,11 @@ class Run:
         return self.roles["policy"]
 
     def close(self) -> None:
-        """Stop all workers and free what they hold, also if some part fails to end."""
+        """Stop all workers and release their resources, even if a part fails to stop."""
         self.__exit__(*sys.exc_info())
 
     def __iter__(self) -> NoReturn:
-        """Refuse to be unpacked, which programs for NeMo RL do with the result of `setup`."""
+        """Raise an error, because programs for NeMo RL unpack the result of `setup`."""
         raise TypeError(
             "setup returns one Run, not a tuple: `run = setup(...)`, then `grpo_train(run)` or the function of another "
             "algorithm, and run.close()."
@@ -162,14 +162,14 @@ class Run:
 
 
 def train_with_restarts(run: Run) -> None:
-    """Train as `train` does, but replace ranks of a model that die or hang, and train again.
+    """Train as `train` does. If ranks of a model die or hang, replace them and train again.
 
     Args:
-        run: the parts of the run.
+        run: The parts of the run.
 
     Raises:
-        RunRestartError: there were too many failures, or the same one twice.
-        Exception: a failure with another cause.
+        RunRestartError: There were too many failures, or a step failed twice in the same way.
+        Exception: The failure had another cause than lost ranks.
     """
     while True:
         try:

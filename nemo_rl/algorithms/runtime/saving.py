@@ -1,8 +1,8 @@
 """Save the checkpoints of a run: make a folder, let each model write into it, and rename it when it is complete.
 
-With `checkpointing.is_async` the models return when they have copied their state, and write while training continues.
-Invariant: at most one checkpoint is unfinished; a failure in the background raises at the next step, the next save or
-the end of the run, whichever comes first.
+With `checkpointing.is_async`, a model returns when it has copied its state, and writes the copy while training
+continues. Invariants: at most one checkpoint is unfinished. A failure in the background is raised at the next step, the
+next save or the end of the run, whichever comes first.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ class Savable(Protocol):
     def save_checkpoint(
         self, weights_path: str, optimizer_path: str | None, tokenizer_path: str | None, consolidated: bool
     ) -> None:
-        """Write weights, optimizer and tokenizer, and with `consolidated` also the model in Hugging Face's format."""
+        """Write weights, optimizer and tokenizer and, with `consolidated`, the model in Hugging Face's format."""
 
 
 class BackgroundSavable(Savable, Protocol):
@@ -38,10 +38,10 @@ class BackgroundSavable(Savable, Protocol):
         *,
         background: bool = False,
     ) -> None:
-        """Write as `Savable` does, but with `background` only copy the data to write."""
+        """Write as `Savable` does. With `background`, return once the data is copied, and write it later."""
 
     def checkpoint_is_written(self) -> bool:
-        """Return whether nothing is being written any more."""
+        """Return whether all background writes have ended."""
 
     def finalize_async_save(self) -> None:
         """Wait until everything is written, and raise the error of a write that failed."""
@@ -51,8 +51,8 @@ class CheckpointSaver:
     """Writes the checkpoints of a run.
 
     Args:
-        models: the models to save, each into the folder of its name.
-        run_config: configuration that is stored in every checkpoint.
+        models: Models to save, each into the folder of its name.
+        run_config: Configuration that is stored in every checkpoint.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class CheckpointSaver:
         """The last step with a complete checkpoint."""
 
     def save(self, step: int, info: Mapping[str, Any], position: Mapping[str, Any]) -> None:
-        """Save a step, after the checkpoint that is being written.
+        """Save a step. First wait for the checkpoint that is still being written, if there is one.
 
         Args:
             info: content of `training_info.json`.
@@ -100,7 +100,7 @@ class CheckpointSaver:
         """Add values to the `training_info.json` of a step, if this run has saved the step.
 
         Raises:
-            CheckpointError: the file could not be written; the checkpoint is as before.
+            CheckpointError: The file could not be written. The checkpoint stays as it was.
         """
         if self._unfinished is not None and self._unfinished[0] == step:
             self._checkpoints.add_to_training_info(self._unfinished[1], values)
@@ -108,10 +108,10 @@ class CheckpointSaver:
             self._checkpoints.add_to_training_info(self._checkpoints.checkpoint_dir / f"step_{step}", values)
 
     def settle(self, *, wait: bool = True) -> None:
-        """Complete the unfinished checkpoint, if there is one, but without `wait` only if all of it is written.
+        """Complete the unfinished checkpoint, if there is one. Without `wait`, only do so if all of it is written.
 
         Raises:
-            CheckpointError: the checkpoint could not be written; its folder is removed.
+            CheckpointError: The checkpoint could not be written. Its folder is removed.
         """
         if self._unfinished is None:
             return

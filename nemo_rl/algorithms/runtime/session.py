@@ -1,14 +1,14 @@
 """Count steps, log metrics, validate, save checkpoints and end a run, around the training loop.
 
-The loop iterates `session.steps()` and calls `record` and `finish_step`. A `Session` owns the save state. Invariant: a
-checkpoint holds everything that the next step depends on, so a run that was killed and started again repeats the
-metrics of one that never stopped; and a run that ends with fewer steps than configured logs why. A signal ends the run
-after the running step, with a checkpoint.
+The loop iterates over `session.steps()` and calls `record` and `finish_step`. A `Session` owns the save state.
+Invariants: a checkpoint holds everything that the next step depends on, so a run that was killed and started again logs
+the same metrics as one that never stopped. A run that ends with fewer steps than configured logs why. After a signal,
+the run finishes the current step, saves a checkpoint and ends.
 
-A validation may run while training goes on (`runtime.validations`). Its result is waited for where it is needed: before
-the next validation, before the checkpoint of a later step, for `stop_metric`, and at the end. A checkpoint of its own
-step is written meanwhile and gets the metrics later; after a kill before that, the resumed run validates again. So each
-validation is logged once.
+A validation may run while training continues (`runtime.validations`). The session waits for its result before the next
+validation, before the checkpoint of a later step, at the end of the run, and at once if `stop_metric` is set. The
+checkpoint of the validated step is written without waiting, and gets the metrics later. If the run is killed in
+between, the resumed run validates again. So each validation is logged once.
 """
 
 import logging
@@ -46,19 +46,19 @@ class SaveState:
     """The counters of a run that are stored in `training_info.json`."""
 
     total_steps: int = 0
-    """Finished training steps."""
+    """Number of finished training steps."""
     current_step: int = 0
     current_epoch: int = 0
     consumed_samples: int = 0
-    """Prompts drawn."""
+    """Number of prompts drawn."""
     total_valid_tokens: int = 0
-    """Tokens that counted in a loss."""
+    """Number of tokens that counted in a loss."""
     trained_steps: int = 0
     """Finished steps that made an update."""
     val_reward: float = -99999999.0
     """Main metric of the last validation."""
     validating_step: int = 0
-    """Step of the validation that was running; 0: none."""
+    """Step whose validation was running. 0 if none was."""
 
 
 @dataclass(frozen=True)
@@ -66,23 +66,23 @@ class Cadence:
     """The steps at which a session validates, saves and stops."""
 
     max_num_steps: int
-    """Last step."""
+    """Number of the last step."""
     val_period: int = 0
-    """Steps between two validations; 0: never."""
+    """Number of steps between two validations. 0 turns periodic validation off."""
     val_start_at: int = -1
-    """First step of periodic validation; -1: no delay."""
+    """First step of periodic validation. -1 does not delay it."""
     val_at_start: bool = False
     """Whether to validate before step 1."""
     val_at_end: bool = False
     """Whether to validate after the last step."""
     save_period: int = 10
-    """Steps between two checkpoints."""
+    """Number of steps between two checkpoints."""
     stop_metric: str | None = None
     """Validation metric that may end the run."""
     stop_threshold: float | None = None
     """Value of the metric at which the run ends."""
     max_idle_steps: int = 5
-    """Steps in a row without an update that end the run with an error."""
+    """Number of consecutive steps without an update that ends the run with an error."""
 
 
 class Resumable(Protocol):
@@ -104,18 +104,18 @@ class SessionParts:
     """The parts that a session connects."""
 
     cadence: Cadence
-    """When to validate, save and stop."""
+    """Steps at which the session validates, saves and stops."""
     logger: Logger
-    """Metric backends."""
+    """Logger that writes the metrics to all backends."""
     checkpointing: CheckpointingConfig
     checkpoints: CheckpointManager | None
-    """Folder of the checkpoints; None if checkpointing is off."""
+    """Folder of the checkpoints. None if checkpointing is off."""
     models: Mapping[str, Savable]
     """Models to save, each into the folder of its name."""
     source: Resumable
     """The training data, whose position is saved."""
     validation: Validation | None
-    """Measures the policy after a step; None without validation data."""
+    """Validation of the policy after a step. None without validation data."""
     run_config: BaseModel
     """Configuration that is stored in every checkpoint."""
     throughput: Throughput
@@ -124,12 +124,12 @@ class SessionParts:
 
 
 class Session:
-    """One run of one algorithm.
+    """The steps, validations and checkpoints of one run.
 
     Args:
-        parts: the parts that it connects.
-        resume_path: checkpoint folder from which to resume; None starts a new run.
-        started_at: `time.perf_counter()` at process start, for the time to the first step.
+        parts: The parts that the session connects.
+        resume_path: Checkpoint folder from which to resume. None starts a new run.
+        started_at: Value of `time.perf_counter()` at process start, for the time to the first step.
     """
 
     def __init__(self, parts: SessionParts, resume_path: Path | None, started_at: float):
@@ -138,11 +138,11 @@ class Session:
         self.timer = parts.timer
         """Phases of the current step."""
         self.state = SaveState()
-        """The save state."""
+        """The counters that checkpoints store."""
         self.step = 0
-        """The running or last step; 0 before the first."""
+        """The current or last step. 0 before the first step."""
         self.num_restarts = 0
-        """Times that the run has replaced the ranks of its models."""
+        """Number of times that the run has replaced the ranks of its models."""
         must_save_by = parts.checkpointing.checkpoint_must_save_by
         self._deadline = TimeoutChecker(must_save_by, fit_last_save_time=True) if must_save_by else None
         self._started_at = started_at
@@ -185,12 +185,12 @@ class Session:
         return self._signals.received is not None
 
     def take_over(self, earlier: "Session", num_restarts: int) -> None:
-        """Continue the time limit of the session that a restart replaces by this one."""
+        """Take the time limit from `earlier`, the session that this one replaces after a restart."""
         self._deadline = earlier._deadline
         self.num_restarts = num_restarts
 
     def __enter__(self) -> Self:
-        """Begin the run by moving the source, also one that was set after `setup`, to the checkpoint's position."""
+        """Begin the run: move the source, which may have been replaced after `setup`, to the checkpoint's position."""
         if self._position is not None:
             self._parts.source.load_state_dict(self._position)
             self._position = None
@@ -207,11 +207,11 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        """End the run and log how it ended, without taking the end of the data for an error.
+        """End the run and log how it ended. The end of the data is not an error.
 
         Raises:
-            RunInterruptedError: a signal ended the run before its last step.
-            NothingToLearnError: none of the steps made an update.
+            RunInterruptedError: A signal ended the run before its last step.
+            NothingToLearnError: No step made an update.
         """
         try:
             if isinstance(error, DataExhausted):
@@ -226,12 +226,12 @@ class Session:
         return True
 
     def validate_alone(self) -> None:
-        """Validate the policy in its present state, in place of training, and log the metrics."""
+        """Validate the policy's current weights without training, and log the metrics."""
         self._validate(self.state.total_steps)
         self._note_validation(wait=True)
 
     def _validate_last_step(self) -> None:
-        """Validate for `val_at_end` when the data has ended, which shows only now that the step was the last."""
+        """Validate for `val_at_end` at the end of the data. Before, it was not known that the step was the last."""
         step = self.state.total_steps
         if self._cadence.val_at_end and self._finished and self._validations.started_step != step:
             self._validate(step)
@@ -320,7 +320,8 @@ class Session:
         """Count the step, validate and save when due, log, and decide whether to continue.
 
         Raises:
-            NothingToLearnError, NonFiniteError: too many steps in a row made no update; the state before them is saved.
+            NothingToLearnError, NonFiniteError: Too many steps in a row made no update. The state before these steps is
+            saved.
         """
         self._settle_or_continue(wait=False)
         self.state.total_steps = step
@@ -331,7 +332,7 @@ class Session:
         self.state.trained_steps += made_update(self._metrics)
         self._finished = {f"train:{name}": value for name, value in self._metrics.items()}
         train_seconds = time.perf_counter() - self._step_started
-        # Before a validation, whose passes are not those of the step.
+        # Measured before a validation, because the passes of a validation are not part of the step.
         performance = self._parts.throughput.of_step(self._metrics, self._timings(train_seconds))
         self._note_validation(wait=False)
         if self._validation_is_due(step):
@@ -357,13 +358,13 @@ class Session:
         return (periodic and step >= cadence.val_start_at) or (is_last and cadence.val_at_end)
 
     def _validate(self, step: int) -> None:
-        """Start a validation after the one before it, and wait for it only if it may end the run."""
+        """Finish the validation before, then start one. Wait for its result only if it may end the run."""
         self._note_validation(wait=True)
         self._validations.start(step)
         self._note_validation(wait=self._cadence.stop_metric is not None)
 
     def _note_validation(self, *, wait: bool) -> None:
-        """Log the started validation if it is finished, add its metrics to the checkpoint of its step, or stop."""
+        """If the started validation has finished, log its metrics, add them to its checkpoint, and maybe stop."""
         result = self._validations.log_finished(wait=wait)
         if result is None:
             return
@@ -380,19 +381,19 @@ class Session:
 
     @property
     def _ends_early(self) -> bool:
-        """True if a signal or the time limit ends the run, which then waits for no validation."""
+        """True if a signal or the time limit ends the run. The run then does not wait for a validation."""
         return self._interrupted or self._out_of_time or self.must_stop
 
     def _settle_earlier_validation(self, step: int) -> None:
-        """Finish the validation of a step before this one, of which a checkpoint is about to be saved.
+        """Finish the validation of an earlier step before the checkpoint of this step is saved.
 
-        A resumed run could not repeat it, because the weights of its step are gone then.
+        A run that resumes from the checkpoint could not repeat that validation, because it no longer has the weights.
         """
         if self._validations.running_step not in (None, step):
             self._finish_validation()
 
     def _finish_validation(self) -> None:
-        """Wait for the running validation, or give it up if the run has to end early."""
+        """Wait for the running validation, or cancel it if the run has to end early."""
         running = self._validations.running_step
         if running is None or not self._ends_early:
             self._note_validation(wait=True)
@@ -415,14 +416,14 @@ class Session:
             )
 
     def _checkpoint_or_continue(self, step: int) -> None:
-        """Save now, but do not end the run if this fails, because its newest weights exist only in memory."""
+        """Save a checkpoint. A failure does not end the run, because its newest weights exist only in memory."""
         try:
             self._checkpoint(step)
         except CheckpointError as error:
             logger.error(_CONTINUES, error)
 
     def _settle_or_continue(self, *, wait: bool = True) -> None:
-        """Complete a checkpoint that is written in the background, and do not end the run if this fails."""
+        """Complete a checkpoint that is written in the background. A failure does not end the run."""
         if self._saver is not None:
             try:
                 self._saver.settle(wait=wait)
@@ -430,7 +431,7 @@ class Session:
                 logger.error(_CONTINUES, error)
 
     def _checkpoint(self, step: int) -> None:
-        """Save."""
+        """Save a checkpoint of the step, if checkpointing is on."""
         if self._saver is not None:
             self._settle_earlier_validation(step)
             self.state.validating_step = self._validations.running_step or 0
@@ -438,7 +439,7 @@ class Session:
             self._saver.save(step, asdict(self.state) | self._finished, self._parts.source.state_dict())
 
     def _timings(self, train_seconds: float) -> dict[str, float]:
-        """Return the seconds of the step's phases so far, with those of the step without validation and checkpoint."""
+        """Return the seconds of each phase so far, and of the step without validation and checkpoint."""
         phases = {name: float(seconds) for name, seconds in self.timer.get_timing_metrics("sum").items()}
         return phases | {"total_step_time": train_seconds}
 

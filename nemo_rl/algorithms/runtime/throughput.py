@@ -1,8 +1,8 @@
 """Measure the throughput of a step: tokens and operations per second, per device, and the utilisation of GPUs.
 
-`Session` logs the result under `performance/`, with NeMo RL's names where it has them. Tokens are those of rows without
-padding. Operations follow `models.huggingface.sizes`; the time of passes is that of the calls of the policy's ranks, so
-it is right also where gradients are computed while the step still samples.
+`Session` logs the result under `performance/`, with NeMo RL's names where it has such metrics. Tokens are counted
+without padding. The number of operations follows `models.huggingface.sizes`. The time of passes is the time of the
+calls of the policy's ranks, so rates are also right if gradients are computed while the step still samples.
 """
 
 import logging
@@ -31,41 +31,42 @@ class Worker(Protocol):
 
 @dataclass
 class Throughput:
-    """The throughput of a run."""
+    """Computes the throughput of a run's steps."""
 
     policy: Worker
     """The model that is trained."""
     precision: str
-    """Number format in which it computes."""
+    """Number format in which the model computes."""
     policy_devices: int
-    """GPUs of the policy, or on CPUs its ranks."""
+    """Number of GPUs of the policy, or of its ranks on CPUs."""
     devices: int
-    """GPUs of the run, or on CPUs the cores of this machine."""
+    """Number of GPUs of the run, or of cores of this machine on CPUs."""
     uses_gpu: bool
-    """Whether they are GPUs."""
+    """Whether the devices are GPUs."""
     samples_in_phase: bool = True
-    """Whether the phase `generation` is all the time in which a step's answers are sampled, so that it gives a rate;
-    not where rollouts go on during other phases."""
+    """Whether all answers of a step are sampled in the phase `generation`, so that its time gives a rate. It does not
+    if sampling continues during other phases."""
     _told: PassCosts | None = field(default=None, init=False)
 
     @classmethod
     def of(
         cls, policy: Worker, precision: str, num_ranks: int, cluster: ClusterConfig, samples_in_phase: bool = True
     ) -> "Throughput":
-        """Measure a policy of `num_ranks` ranks on a cluster."""
+        """Return an object that measures a policy of `num_ranks` ranks on a cluster."""
         devices = cluster.num_nodes * cluster.gpus_per_node if cluster.uses_gpu else usable_cores()
         return cls(policy, precision, num_ranks, devices, cluster.uses_gpu, samples_in_phase)
 
     def begin_step(self) -> None:
-        """Forget passes that were made since the last step, such as the passes of a validation."""
+        """Forget passes since the last step, such as the passes of a validation."""
         self.policy.work.take()
 
     def of_step(self, metrics: Mapping[str, float], timings: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics of a step, and start to count the next one.
+        """Return the metrics of a step, and start to count the next step.
 
         Args:
-            metrics: metrics of the step; reads `total_num_tokens`, `num_samples` and `mean_gen_tokens_per_sample`.
-            timings: seconds of the step's phases; reads `total_step_time` and `generation`.
+            metrics: Metrics of the step. Those used are `total_num_tokens`, `num_samples` and
+                `mean_gen_tokens_per_sample`.
+            timings: Seconds of the step's phases. Those used are `total_step_time` and `generation`.
         """
         seconds, tokens, samples = timings["total_step_time"], metrics.get("total_num_tokens", 0.0), _samples(metrics)
         rates = {"tokens_per_sec": tokens / seconds, "samples_per_sec": samples / seconds}
@@ -93,7 +94,7 @@ class Throughput:
         return found | self._operations(trained, scored)
 
     def _operations(self, trained: PassWork, scored: PassWork) -> dict[str, float]:
-        """Return the rates of operations, or none for a step without passes or where they cannot be counted."""
+        """Return the rates of operations. There are none without passes, or if operations cannot be counted."""
         if not trained.lengths and not scored.lengths:
             return {}
         costs = self.policy.work.costs
@@ -118,12 +119,12 @@ class Throughput:
         return found
 
     def _peak(self, costs: PassCosts) -> float | None:
-        """Return the TFLOP/s at which the utilisation is 1, or None if unknown."""
+        """Return the TFLOP/s of full utilisation, or None if unknown."""
         name = costs.device
         return peak_tflops(name) if name and self.precision in _HALF else None
 
     def _tell_once(self, costs: PassCosts) -> None:
-        """Log why a metric is missing, once until the reason changes."""
+        """Log why a metric is missing. The same reason is logged once."""
         if costs == self._told:
             return
         self._told = costs
@@ -148,8 +149,8 @@ def engine_load(
     """Return a function that returns the load of the engines since its last call.
 
     Args:
-        policy: section of the model that engines sample from.
-        threads: ends the thread that counts.
+        policy: Section of the model that the engines sample from.
+        threads: Ends the thread that counts open requests.
     """
     section = policy.sampling.vllm_cfg
     if not section.enable_vllm_metrics_logger:
@@ -162,7 +163,7 @@ def engine_load(
 
 @dataclass
 class OpenRequestCounter:
-    """Counts open requests from time to time on a thread."""
+    """Thread that counts the open requests of each engine at regular intervals."""
 
     engines: GenerationInterface
     interval_s: float
@@ -180,10 +181,10 @@ class OpenRequestCounter:
         self._stopped.set()
 
     def since_last_call(self) -> dict[str, float]:
-        """Return `GenerationInterface.load_metrics`, and the open requests of each engine since the last call.
+        """Return `GenerationInterface.load_metrics`, and statistics of the open requests since the last call.
 
         Returns:
-            `engine.<i>.open_requests_mean` and `engine.<i>.open_requests_max` of engine i, besides the load.
+            The load, and for each engine i `engine.<i>.open_requests_mean` and `engine.<i>.open_requests_max`.
         """
         with self._guard:
             counts, self._counts = self._counts, []

@@ -28,11 +28,11 @@ class ValidationResult:
     step: int
     """Training step after which it started."""
     metrics: dict[str, float]
-    """A metric of a named data set is `validation-<set>/<name>`."""
+    """Metrics by name. A metric of a named data set has the name `validation-<set>/<name>`."""
     seconds: float
     """Seconds from its start to its end."""
     waited_s: float
-    """Seconds of these in which training waited for it."""
+    """Number of these seconds in which training waited for the validation."""
 
     @property
     def by_set(self) -> dict[str, dict[str, float]]:
@@ -59,29 +59,32 @@ class Validation(Protocol):
     """Measures the policy on held-out data, possibly while training goes on."""
 
     def start(self, step: int) -> None:
-        """Start to validate the policy as it is after `step`, while no validation is running."""
+        """Start to validate the policy as it is after `step`. No other validation is running."""
 
     def finished(self, *, wait: bool) -> ValidationResult | None:
-        """Return the result of the started validation, once, or None if there is none, or it runs and not `wait`.
+        """Return the result of the started validation, but only once.
+
+        Returns:
+            None if no result is left to return, or if the validation still runs and `wait` is false.
 
         Raises:
-            Exception: the failure of the validation.
+            Exception: The failure of the validation.
         """
 
     def cancel(self) -> None:
-        """Give up the running validation."""
+        """Cancel the running validation."""
 
 
 @dataclass
 class InTurn:
-    """Validates while training waits."""
+    """Validation for which training waits."""
 
     validate: Callable[[int], dict[str, float]]
-    """Validates after a step; returns metrics."""
+    """Function that validates after a step and returns metrics."""
     _result: ValidationResult | None = field(default=None, init=False)
 
     def start(self, step: int) -> None:
-        """See `Validation.start`. This one returns when the validation is finished."""
+        """See `Validation.start`. Here the method returns when the validation is finished."""
         started = time.perf_counter()
         metrics = self.validate(step)
         seconds = time.perf_counter() - started
@@ -93,13 +96,13 @@ class InTurn:
         return result
 
     def cancel(self) -> None:
-        """See `Validation.cancel`. Here nothing is running."""
+        """See `Validation.cancel`. Here there is nothing to cancel."""
 
 
 _FIRST_SHOWN = ("accuracy", "val_loss", "loss", "preference_loss")
 _SHOWN_IF_ANY = ("num_reward_errors", "truncation_rate")
 _ROOM = 112
-"""Characters of a console line that remain for the metrics of a validation."""
+"""Number of characters that a console line has left for the metrics of a validation."""
 
 
 @dataclass
@@ -107,32 +110,32 @@ class Validations:
     """The validations of a session."""
 
     validation: Validation | None
-    """Validates; None without validation data."""
+    """Validation that is started. None without validation data."""
     metrics: Logger
-    """Backends."""
+    """Backends that the metrics are logged to."""
     checkpointing: CheckpointingConfig | None
-    """The section, if the run saves checkpoints; else None."""
+    """The section `checkpointing` if the run saves checkpoints, or else None."""
     stop_metric: str | None
     """Metric that may end the run."""
     stop_threshold: float | None
-    """Value at which it does."""
+    """Value of the metric at which the run ends."""
     started_step: int | None = field(default=None, init=False)
-    """Step of the last validation that was started; None before the first."""
+    """Step of the last validation that was started. None before the first one."""
     running_step: int | None = field(default=None, init=False)
-    """Step of the validation that runs; None: none does."""
+    """Step of the running validation. None if no validation runs."""
 
     def start(self, step: int) -> None:
-        """Start a validation, given that the one before it is finished."""
+        """Start a validation. The one before it must be finished."""
         if self.validation is not None:
             self.validation.start(step)
             self.started_step = self.running_step = step
 
     def log_finished(self, *, wait: bool) -> ValidationResult | None:
-        """Log the metrics of the started validation and return them once, or None as `Validation.finished` does.
+        """Log the metrics of the started validation and return its result, or None as `Validation.finished` does.
 
         Raises:
-            ConfigError: checkpoints are to be ranked by a metric that it does not report.
-            Exception: the failure of the validation.
+            ConfigError: Checkpoints are to be ranked by a metric that the validation does not report.
+            Exception: The failure of the validation.
         """
         result = None if self.validation is None else self.validation.finished(wait=wait)
         if result is None:
@@ -167,7 +170,7 @@ class Validations:
             )
 
     def stop_reason(self, metrics: Mapping[str, float]) -> str | None:
-        """Return why the run has to stop after a validation with these metrics, or None if it goes on.
+        """Return why the run has to stop after a validation with these metrics, or None if it continues.
 
         Raises:
             CheckpointError: the validation does not report `stop_metric`.
@@ -189,8 +192,8 @@ class Validations:
 def in_one_line(metrics: Mapping[str, float]) -> str:
     """Format the metrics of a validation for one line of the console.
 
-    Those of the whole come before those of single environments, which are left out if they repeat them. Errors are left
-    out if there are none, and " ..." stands for all that has no room.
+    Metrics of all samples come before metrics of single environments, which are left out if they have the same value.
+    Counts of errors are left out if they are 0. The rest of the line is " ..." if not all metrics fit.
     """
     names = sorted(metrics, key=lambda name: (name not in _FIRST_SHOWN, "/" in name))
     shown: list[str] = []

@@ -1,1 +1,1 @@
-"""Everything that is checked, predicted and built before the first step of a run."""
+"""Check, predict and build what a run needs before its first step."""

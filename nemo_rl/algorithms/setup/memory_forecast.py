@@ -1,11 +1,12 @@
-"""Predicted memory of every kind of device of a run, by phase, from the configuration alone.
+"""Predict the memory of each kind of device of a run, by phase, from the configuration alone.
 
-`forecast_memory` adds up what the training backends predict for the models (`TrainingBackend.predict_memory`) and what
-engines take. Models and engines that share devices take turns, as in `runtime.device_sharing`, and so they do when they
-start (`setup.roles.turns_of_start`): a checkpoint is restored in less memory than the phase "training" of its model
-takes. Nothing is started, and neither a GPU nor weights are needed: the `config.json` of each model is enough.
+`forecast_memory` adds the memory of the models, which the training backends predict (`TrainingBackend.predict_memory`),
+and the memory of the engines. Models and engines that share devices take turns, as in `runtime.device_sharing`. They
+also start in turns (`setup.roles.turns_of_start`), so restoring a checkpoint takes less memory than the phase
+"training" of the model. Nothing is started, and neither a GPU nor weights are needed: the `config.json` of each model
+is enough.
 
-Invariant: a group of devices appears once, under the names of what runs on it.
+Invariant: a group of devices appears once, under the names of the models and engines on it.
 """
 
 import logging
@@ -52,15 +53,15 @@ def log_memory(
     """Log the predicted memory of each model's ranks, and warn if it is more than the ranks have.
 
     Args:
-        roles: models of the run by name, the policy among them.
-        available: bytes of a rank, see `memory_of_a_rank`; None if unknown.
-        rows_per_sample: rows of a sample, 2 for pairs.
+        roles: Models of the run by name, including the policy.
+        available: Bytes of memory that a rank has, see `memory_of_a_rank`. None if unknown.
+        rows_per_sample: Number of rows of a sample: 2 for pairs.
 
     Returns:
         The predictions in one line.
 
     Raises:
-        ConfigError: weights and optimizer state of one model do not fit.
+        ConfigError: Weights and optimizer state of a model do not fit.
     """
     told = []
     for name, num_ranks in sorted(model_ranks(cluster, roles).items(), key=lambda item: item[0] != "policy"):
@@ -85,7 +86,7 @@ def log_memory(
 
 
 def _compare_memory(name: str, section: PolicyConfig, plan: MemoryPlan, available: float | None) -> None:
-    """Warn if the prediction for a rank is more than its memory."""
+    """Warn if a rank is predicted to need more memory than it has. Refuse the run if its state alone does not fit."""
     if available is None or plan.peak <= available:
         return
     ways_out = ways_to_less(name, section)
@@ -106,12 +107,12 @@ def ways_to_less(name: str, section: PolicyConfig) -> str:
 def memory_of_a_rank(
     cluster: ClusterConfig, gpu_size: float | None = None, host_size: float | None = None
 ) -> float | None:
-    """Return the bytes of one GPU, or a rank's share of a machine, or None if the machines are on a cluster.
+    """Return the bytes of a GPU or of a rank's share of a machine, or None if they are unknown.
 
     Args:
-        cluster: the machines; `gpu_memory_gb` comes first.
-        gpu_size: bytes of the smallest GPU, as measured; None: that of this machine.
-        host_size: bytes of the smallest machine, as measured; None: that of this machine.
+        cluster: The machines. On GPUs, `gpu_memory_gb` overrides what is measured.
+        gpu_size: Measured bytes of the smallest GPU. If None, a GPU of this machine is measured.
+        host_size: Measured bytes of the smallest machine. If None, this machine is measured.
     """
     if cluster.uses_gpu and cluster.gpu_memory_gb is not None:
         return cluster.gpu_memory_gb * 2**30
@@ -132,11 +133,11 @@ def gpu_bytes() -> float | None:
 
 
 DEFAULT_GPU_GB = 80
-"""Gibibytes of a GPU that this machine does not have and that `cluster.gpu_memory_gb` does not describe."""
+"""Assumed memory of a GPU in gibibytes, if this machine has none and `cluster.gpu_memory_gb` is not set."""
 USABLE_SHARE = 0.93
-"""Share of a GPU that is left after CUDA contexts, NCCL's buffers and fragmentation, which no prediction includes."""
+"""Share of a GPU's memory left by CUDA contexts, NCCL's buffers and fragmentation, which predictions leave out."""
 _ASLEEP = 3 * 2.0**30
-"""Bytes that a sleeping engine keeps on a GPU: its CUDA context, CUDA graphs and NCCL's buffers; an estimate."""
+"""Estimated bytes that a sleeping engine keeps on a GPU: its CUDA context, CUDA graphs and NCCL's buffers."""
 _SYNC_BUCKETS = 2
 _STAYING = ("weights", "optimizer state")
 
@@ -144,7 +145,7 @@ _STAYING = ("weights", "optimizer state")
 def device_bytes(cluster: ClusterConfig) -> float:
     """Return the bytes of one GPU, or of a policy rank's share of this machine.
 
-    The keys come first, then what this machine has, then `DEFAULT_GPU_GB`.
+    Configured values are used first, then measured values of this machine, then `DEFAULT_GPU_GB`.
     """
     return memory_of_a_rank(cluster) or DEFAULT_GPU_GB * 2**30
 
@@ -154,27 +155,27 @@ class MemoryForecast:
     """The memory that a run will need."""
 
     groups: Mapping[str, MemoryPlan]
-    """A plan for one device (on CPUs one process) of each group of devices, by what runs there, such as "policy +
-    generation". Its `moments` are the phases of the run, with bytes by kind: "training", "log-probs", "generation",
-    "weight sync", and "<name>'s training" and "<name>'s scores" of every other model, of a frozen one only its scores.
-    `peak_moment` and `peak` are the phase that needs most; `host` is what a device's process keeps in host memory
-    meanwhile."""
+    """Plan of each group of devices, for one of its devices (on CPUs for one process), by the names of the models and
+    engines on it, such as "policy + generation". The `moments` of a plan are the phases of the run with their bytes by
+    kind: "training", "log-probs", "generation", "weight sync", and for every other model "<name>'s training" and
+    "<name>'s scores", of which a frozen model has only the scores. `peak_moment` is the phase that needs the most
+    memory, and `peak` its bytes. `host` is the host memory that the process of a device keeps meanwhile."""
     cache_tokens: float | None
-    """Tokens that the key-value cache of an engine has room for; None without engines."""
+    """Number of tokens that fit into the key-value cache of an engine. None without engines."""
     shortfalls: Sequence[str]
-    """Everything that does not fit, with the numbers and what to change; empty if everything fits."""
+    """Descriptions of what does not fit, with sizes and with keys to change. Empty if everything fits."""
 
 
 def forecast_memory(config: RunConfig, device: float) -> MemoryForecast:
     """Predict the memory of a run.
 
     Args:
-        config: a checked configuration; models are folders, or hub models whose configuration can be had from here
-            (`models.capacity.hub_configs.with_local_configs`).
-        device: bytes of a device, see `device_bytes`; engines take a share of it.
+        config: A checked configuration. Its models are folders, or hub models whose configuration this machine can load
+        (`models.capacity.hub_configs.with_local_configs`).
+        device: Bytes of a device, see `device_bytes`. Engines take a share of it.
 
     Raises:
-        ConfigError: a model's configuration cannot be read.
+        ConfigError: A model's configuration cannot be read.
     """
     forecast = _Forecast(config.cluster, config.policy, device)
     groups = forecast.groups(config)
@@ -184,13 +185,15 @@ def forecast_memory(config: RunConfig, device: float) -> MemoryForecast:
 
 
 def warn_of_shortfalls(config: RunConfig, device: float, gpu_size: float | None, host_size: float | None) -> None:
-    """Log the refusals of a dry run, and host memory of models and engines beyond a GPU's share.
+    """Log as warnings why a dry run would refuse this run, and too much use of host memory.
+
+    A GPU's share of host memory is the machine's memory over the number of its ranks.
 
     Args:
-        config: a checked configuration of a run on GPUs.
-        device: bytes of a GPU.
-        gpu_size: bytes of the smallest GPU, as measured.
-        host_size: bytes of the smallest machine, as measured.
+        config: A checked configuration of a run on GPUs.
+        device: Bytes of a GPU.
+        gpu_size: Measured bytes of the smallest GPU.
+        host_size: Measured bytes of the smallest machine.
     """
     cluster = config.cluster
     if cluster.gpu_memory_gb and gpu_size and device > gpu_size:
@@ -281,7 +284,7 @@ class _Forecast:
         return groups
 
     def left_when_idle(self, name: str, role: Role, plan: MemoryPlan) -> Moment:
-        """Return the memory that a model holds on its devices while others work there."""
+        """Return the memory that a model keeps on its devices while another user of the devices works."""
         if name == "policy":
             return {kind: size for kind, size in plan.moments["training"].items() if kind == "weights"}
         if not role.trains or training_backend(role.section).offloads_trained_weights:
@@ -289,7 +292,7 @@ class _Forecast:
         return _of_model(name, {kind: size for kind, size in _state(plan).items() if kind == "weights"})
 
     def phases(self, name: str, role: Role, num_ranks: int, config: RunConfig) -> MemoryPlan:
-        """Predict a model alone, by phase: its training, and its passes that only score, in their own microbatches."""
+        """Predict the phases of a model alone: its training, and its passes that only score."""
         own = name == "policy"
         training, scores = ("training", "log-probs") if own else (f"{name}'s training", f"{name}'s scores")
         section, rows = role.section, _rows(config)
@@ -319,7 +322,7 @@ class _Forecast:
         return MemoryPlan({}, {"training": {}}, {}, unknown) if plan is None else plan
 
     def with_engines(self, name: str, policy: MemoryPlan) -> dict[str, MemoryPlan]:
-        """Add the engines: to the policy's devices where they take turns, else as a group of devices."""
+        """Add the engines: to the policy's devices if they share them, or else as a group of devices of their own."""
         if self.policy.generation is None:
             return {name: policy}
         engine = self.engine()
@@ -337,7 +340,7 @@ class _Forecast:
         return {f"{name} + generation": MemoryPlan({}, moments, host, policy.missing)}
 
     def transfer(self) -> Moment:
-        """Predict the buffers of a weight sync: the largest tensor as a whole (the vocabulary, mostly) and buckets."""
+        """Predict the buffers of a weight sync: buckets, and the largest tensor, which usually is an embedding."""
         generation, text = self.policy.sampling, self._model.get_text_config()
         whole = text.vocab_size * text.hidden_size * self._itemsize
         return {"whole tensor and buckets": whole + _SYNC_BUCKETS * generation.weight_sync.bucket_size_mb * 2.0**20}
@@ -364,11 +367,11 @@ class _Forecast:
         return self.device * settings.gpu_memory_utilization - self._engine.weights - self._engine.workspace
 
     def cache_tokens(self) -> float:
-        """Return the tokens that the cache has room for, negative if weights and workspace alone do not fit."""
+        """Return the number of tokens that fit into the cache, negative if weights and workspace alone do not fit."""
         return self._cache_bytes / self._engine.cache_per_token
 
     def engine(self) -> Moment:
-        """Predict a rank of an engine at work, with the largest cache that it may have."""
+        """Predict the memory of an engine's rank while it generates, with the largest cache that it may have."""
         return {
             "engine's weights": self._engine.weights,
             "engine's workspace": self._engine.workspace,
@@ -377,12 +380,12 @@ class _Forecast:
 
 
 def _is_phase_of(name: str, phase: str) -> bool:
-    """Return whether a phase belongs to this model, which is not the policy."""
+    """Return whether a phase belongs to the named model. The policy's phases have other names."""
     return phase in (f"{name}'s training", f"{name}'s scores")
 
 
 def _in_turns(plans: Mapping[str, MemoryPlan], idle: Mapping[str, Moment]) -> MemoryPlan:
-    """Join the phases of models that share devices: each works in its own phases and is idle in those of the others."""
+    """Join the phases of models that share devices. A model is idle in the phases of all other models."""
     if len(plans) == 1:
         return next(iter(plans.values()))
     moments: dict[str, Moment] = {}
@@ -397,18 +400,18 @@ def _in_turns(plans: Mapping[str, MemoryPlan], idle: Mapping[str, Moment]) -> Me
 
 
 def _of_model(name: str, held: Moment) -> dict[str, float]:
-    """Return the bytes by kind, each kind with the name of its model."""
+    """Return the bytes by kind, where each kind is preceded by the name of the model."""
     return {f"{name}'s {kind}": size for kind, size in held.items()}
 
 
 def _state(plan: MemoryPlan) -> dict[str, float]:
-    """Return weights and optimizer state, which are in host memory while a model next to the policy is idle."""
+    """Return weights and optimizer state, which are in host memory while a model other than the policy is idle."""
     held = next(iter(plan.moments.values()))  # the training, if the model is trained
     return {kind: held[kind] for kind in _STAYING if kind in held}
 
 
 def _resting(shared: MemoryPlan) -> dict[str, float]:
-    """Return the bytes that the policy and models on its devices hold there while engines work."""
+    """Return the bytes that the policy and models on its devices keep on them while engines work."""
     return {
         kind: size
         for kind, size in shared.moments["training"].items()

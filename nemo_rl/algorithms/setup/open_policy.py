@@ -1,7 +1,7 @@
 """Open a policy without a run, for notebooks, scripts and experiments with losses.
 
-The policy is a `models.policy.lm_policy.Policy` with defaults for one batch at a time; `roles` starts those of runs.
-Invariant: what is started here ends with `shutdown`, the `with` block or the Python process.
+The policy is a `models.policy.lm_policy.Policy` with defaults for one batch at a time. The policies of runs are started
+by `roles`. Invariant: everything that is started here ends with `shutdown`, the `with` block or the Python process.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ _OF_TOKENS = (LossInputType.LOGPROB, LossInputType.VALUE)
 
 
 class OpenPolicy(Policy):
-    """A model with its optimizer, in its own processes, as `open_policy` makes it.
+    """A model with its optimizer, in its own processes, as `open_policy` returns it.
 
     Args:
         cluster: device and number of processes.
@@ -71,8 +71,8 @@ class OpenPolicy(Policy):
     ) -> TrainResult:
         """Train as `Policy.train` does, with one update of the whole batch for `gbs=None`.
 
-        On the CPU the loss is called on the first row in this process first, so that a mistake in it raises here; an
-        exception in a worker ends all workers.
+        On the CPU, the loss is first called on one row in this process. A mistake in the loss then raises an error
+        here, whereas an exception in a worker would end all workers.
         """
         require_keys(data, [*TRAINING_KEYS, *extra_keys(loss_fn)], "train")
         if not self._places.use_gpus and input_type_of(loss_fn) in _OF_TOKENS:
@@ -108,15 +108,16 @@ def open_policy(
 
     Args:
         model_name: Hugging Face id or folder.
-        device: "cpu", or "cuda" for GPUs; on the CPU the precision is float32 unless it is named.
-        learning_rate: learning rate of AdamW without weight decay; None takes `optimizer` from `policy_keys`.
-        ranks: processes that share the model; on GPUs, one process for each.
-        seed: seed of dropout and of the first values of adapters.
-        policy_keys: any other key of the `policy` section (docs/reference/configuration.md), sections as dicts;
+        device: "cpu", or "cuda" for GPUs. On the CPU the precision is float32 unless `precision` is given.
+        learning_rate: Learning rate of AdamW without weight decay. If None, `optimizer` in `policy_keys` is used.
+        ranks: Number of processes that share the model. On GPUs, each process uses one GPU.
+        seed: Seed of dropout and of the first values of adapters.
+        policy_keys: Any other key of the `policy` section (docs/reference/configuration.md), sections as dicts;
             for example `dtensor_cfg={"lora_cfg": {"enabled": True}}`.
 
     Raises:
-        ConfigError: a key is unknown or out of range, the model cannot be found, or there are fewer GPUs.
+        ConfigError: A key is unknown or out of range, the model cannot be found, or the machine has fewer GPUs than
+        ranks.
 
     Example:
         >>> with open_policy("Qwen/Qwen2.5-0.5B-Instruct", device="cpu", learning_rate=1e-5) as policy:
@@ -140,7 +141,7 @@ def try_out(loss_fn: LossFunction, data: BatchedDataDict[Any]) -> Any:
 
 
 def _require_gpus(cluster: ClusterConfig) -> None:
-    """Check the GPUs as `config.check_device` does, with the arguments of `open_policy` in the error."""
+    """Check the number of GPUs as `config.check_device` does, but name the arguments of `open_policy` in the error."""
     if not cluster.uses_gpu or cluster_address():
         return
     found = count_gpus()

@@ -1,7 +1,7 @@
-"""Check, before Ray starts, for the optional packages that a run's workers need.
+"""Check, before Ray starts, that the optional packages are installed that a run's workers need.
 
-Workers of a joined cluster, and workers with their own Python (`cluster.venvs`, the registry of actors), may have other
-packages than this process, so theirs are not checked. No package is imported.
+Workers may have other packages than this process if they run on an existing Ray cluster or with their own Python
+(`cluster.venvs`, the registry of actors). The packages of such workers are not checked. No package is imported.
 """
 
 import importlib.util
@@ -29,7 +29,7 @@ _WORKERS = {
     "policy": "nemo_rl.models.policy.workers.rank.PolicyRank",
     "generation": "nemo_rl.models.generation.worker.GenerationWorker",
 }
-"""Actors of the kinds that import packages of extras."""
+"""Actor classes of the workers that import packages of extras, by kind."""
 
 
 @dataclass(frozen=True)
@@ -39,18 +39,18 @@ class Need:
     kind: str
     """Kind of the workers, as in `cluster.venvs`."""
     extras: tuple[str, ...]
-    """Extras of this project that install it, the one for the run's device first."""
+    """Extras of this project that install the package. The first one is for the run's device."""
     asked_by: str
-    """The key that needs it."""
+    """Configuration key that needs the package."""
     missing: str | None
-    """The thing that the driver's Python lacks; None if the package is installed."""
+    """Description of what this process lacks. None if the package is installed."""
 
 
 def check_packages(config: RunConfig) -> None:
     """Check that the packages of the engines and of the training backends are installed.
 
     Raises:
-        ConfigError: one is missing; the message has the command that installs it.
+        ConfigError: A package is missing. The message has the command that installs it.
     """
     cluster, generation = config.cluster, config.policy.generation
     needs: list[Need] = []
@@ -97,7 +97,7 @@ def _of_training(policy: PolicyConfig, cluster: ClusterConfig, section: str) -> 
 
 
 def _check_fused_gradients(megatron: MegatronConfig, keys: str) -> None:
-    """Refuse fused gradients without APEX: Megatron Core's own layers need it next to Transformer Engine's."""
+    """Refuse fused gradients without APEX, which Megatron Core's own layers need if Transformer Engine is used."""
     uses_engine = megatron.transformer_impl != "local" and _is_here("transformer_engine")
     if megatron.gradient_accumulation_fusion and uses_engine and not _is_here(FUSED_GRADIENTS):
         raise ConfigError(MISSING_FUSED_GRADIENTS.format(keys=keys))
@@ -124,7 +124,7 @@ def _is_installed(distribution: str) -> bool:
 
 
 def _has_own_python(kind: str, cluster: ClusterConfig) -> bool:
-    """Return whether workers may have other packages than this process."""
+    """Return whether the workers of this kind may have other packages than this process."""
     if cluster_address():
         return True
     if os.environ.get("NEMO_RL_PY_EXECUTABLES_SYSTEM", "0") == "1":
@@ -141,7 +141,7 @@ def _lacking(needs: Sequence[Need], cluster: ClusterConfig) -> list[Need]:
 
 
 def _is_left_out(need: Need, venv: VenvConfig | None) -> bool:
-    """Return whether an environment made only of extras has no extra that installs the package."""
+    """Return whether an environment that is made of extras only lacks all extras that install the package."""
     if venv is None or venv.extras is None or venv.packages or cluster_address():
         return False
     return not set(need.extras) & set(venv.extras)
@@ -154,7 +154,7 @@ def _refuse(needs: Sequence[Need], cluster: ClusterConfig, advice: str = "") -> 
     ways = []
     extras = dict.fromkeys(need.extras[0] for need in needs if not _has_own_python(need.kind, cluster))
     if any(not _has_own_python(need.kind, cluster) for need in lacking):
-        # The command names all extras of the run, because uv removes those that are not named.
+        # The command names all extras of the run, because uv removes the packages of extras that are not named.
         named = " ".join(f"--extra {extra}" for extra in extras)
         ways.append(f"Start the run by the command that installs what it needs\n  uv run {named} {_command()}")
     described = []

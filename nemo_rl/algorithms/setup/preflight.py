@@ -1,6 +1,6 @@
 """Check models and environments of a run within seconds, before Ray starts.
 
-`launch.checks` says when they run. Invariant: nothing large is imported with this file.
+`launch.checks` says when these checks run. Invariant: importing this module imports no large package.
 """
 
 from collections.abc import Mapping
@@ -22,10 +22,10 @@ def check_backends(models: Mapping[str, Role], cluster: ClusterConfig) -> None:
     """Check with each model's backend that the model can be divided over its ranks.
 
     Args:
-        models: the models of the run, the policy among them.
+        models: The models of the run, including the policy.
 
     Raises:
-        ConfigError: a model does not fit its mesh.
+        ConfigError: A model does not fit its mesh.
     """
     from nemo_rl.models.training.backends import training_backend
 
@@ -34,7 +34,7 @@ def check_backends(models: Mapping[str, Role], cluster: ClusterConfig) -> None:
 
 
 def check_added_models(config: MasterConfig, models: Mapping[str, Role]) -> None:
-    """Check the models that a program added to its configuration's models, which were checked before.
+    """Check the models that a program added. The models of the configuration were checked before.
 
     Raises:
         ConfigError: a key is wrong, or a model does not fit its mesh.
@@ -45,7 +45,7 @@ def check_added_models(config: MasterConfig, models: Mapping[str, Role]) -> None
 
 
 def check_reachable_models(config: RunConfig) -> None:
-    """Check that models and tokenizers are folders or can be loaded from the hub or its cache."""
+    """Check that each model and tokenizer is a folder, or can be loaded from the hub or its cache."""
     from nemo_rl.models.huggingface.reachable import TOKENIZER_FILE, check_reachable
 
     seen = set()
@@ -59,7 +59,7 @@ def check_reachable_models(config: RunConfig) -> None:
 
 
 def check_environments(config: RunConfig) -> None:
-    """Import the environments that the data names, and check their sections without tokenizer and data.
+    """Import the environments that the data names, and check their sections without a tokenizer and without data.
 
     Raises:
         ConfigError: an environment or a key of its section cannot be used.
@@ -72,10 +72,10 @@ def check_environments(config: RunConfig) -> None:
 
 
 def check_agent_endpoint(config: RunConfig) -> str:
-    """Listen for a moment on the address on which programs of agents call the model.
+    """Check that this machine can listen on the address on which programs of agents call the model.
 
     Returns:
-        What was found.
+        A description of the result.
 
     Raises:
         ConfigError: this machine cannot listen there.

@@ -1,7 +1,7 @@
 """Start the models of a run.
 
-A run names its models, for example `{"policy": ..., "critic": ...}`; `config.Role` describes each, and each becomes a
-`Policy`. Invariant: what has been started is registered for the end of the run before anything is done with it.
+A run names its models, for example `{"policy": ..., "critic": ...}`. `config.Role` describes each model, and each
+becomes a `Policy`. Invariant: a worker that was started is registered for shutdown before it is used.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -30,7 +30,7 @@ from nemo_rl.models.policy.lm_policy import Policy
 
 
 def place_models(cluster: ClusterConfig, models: Mapping[str, Role]) -> dict[str, RayVirtualCluster]:
-    """Give bundles to every model and to "generation", with the same object for models that share devices."""
+    """Reserve bundles for every model and for "generation". Models that share devices get the same object."""
     parts, groups = divide_cluster(cluster, models), sharing(models)
     places: dict[str, RayVirtualCluster] = {}
     for owner in (name for name in groups if name != "policy"):
@@ -49,12 +49,12 @@ def make_clusters(
     num_sharing: int = 0,
     apart_from: Sequence[RayVirtualCluster] = (),
 ) -> tuple[RayVirtualCluster, RayVirtualCluster]:
-    """Return the bundles for policy and for generation, as the same object if they are colocated or nothing is sampled.
+    """Return the bundles for policy and generation. They are the same object if colocated or if nothing is sampled.
 
     Args:
-        policy: says where generation runs.
-        num_sharing: further worker groups that will share the policy's bundles.
-        apart_from: clusters whose machines policy and generation must not use.
+        policy: Section that says where generation runs.
+        num_sharing: Number of further worker groups that will share the policy's bundles.
+        apart_from: Clusters whose machines policy and generation must not use.
     """
     topology = plan_topology(cluster, policy)
     nodes, per_node = topology.policy_nodes, topology.policy_ranks_per_node
@@ -98,17 +98,17 @@ _RESTARTS_WITH_CHECKPOINTS = 3
 
 @dataclass(frozen=True)
 class RankStarter:
-    """Starts the ranks of models, from their own weights or a checkpoint."""
+    """Starts the ranks of models, with the weights of `model_name` or of a checkpoint."""
 
     cluster: ClusterConfig
-    """Deadlines and threads."""
+    """Configuration with time limits and numbers of threads."""
     tokenizer: PreTrainedTokenizerBase
-    """Saved with the weights."""
+    """Tokenizer that is saved with the weights."""
     seed: int
     resume_path: Path | None = None
-    """Step folder of a checkpoint; None starts from `section.model_name`."""
+    """Step folder of a checkpoint. None starts from `section.model_name`."""
     busy_engines: int = 0
-    """Engine workers on each machine that compute while the ranks do."""
+    """Number of engine workers on each machine that compute at the same time as the ranks."""
 
     def start(self, name: str, role: Role, where: RayVirtualCluster) -> Policy:
         """Start the ranks of a model on bundles, and block until they are ready."""
@@ -132,7 +132,7 @@ class RankStarter:
 
 
 def saved_paths(name: str, role: Role, resume_path: Path | None) -> tuple[Path | None, Path | None]:
-    """Return the folders of a model's weights and optimizer in a checkpoint, with None for an absent folder."""
+    """Return the folders of a model's weights and optimizer in a checkpoint. An absent folder is None."""
     saved = resume_path / name if resume_path and role.trains else None
     if saved is None or not saved.exists():
         return None, None  # `resume_check` has accepted a checkpoint without this model
@@ -140,10 +140,11 @@ def saved_paths(name: str, role: Role, resume_path: Path | None) -> tuple[Path |
 
 
 def turns_of_start(cluster: ClusterConfig, roles: Mapping[str, Role]) -> list[list[str]]:
-    """Return the models that start at the same time, with one of each group on the same GPUs, the owner last.
+    """Return lists of models: the models of a list start at the same time, and the lists one after another.
 
-    Each leaves the GPUs before the next starts (`leave_devices`). Restored at the same time, their optimizers would
-    take more memory than any phase of a step. The owner is last because the policy's weights stay.
+    Of the models that share GPUs, each list has one. A model leaves the GPUs before the next starts (`leave_devices`):
+    if all were restored at the same time, their optimizers would take more memory than any phase of a step. The model
+    that owns the GPUs starts last, because the policy's weights stay there.
     """
     if not cluster.uses_gpu:
         return [list(roles)]
@@ -152,7 +153,7 @@ def turns_of_start(cluster: ClusterConfig, roles: Mapping[str, Role]) -> list[li
 
 
 def leave_devices(cluster: ClusterConfig, roles: Mapping[str, Role], models: Mapping[str, Any]) -> None:
-    """Move the state of models that share GPUs to host memory, but not on a CPU, whose memory holds all of them."""
+    """Move the state of models that share GPUs to host memory. On a CPU, do nothing."""
     groups = sharing(roles).values() if cluster.uses_gpu else ()
     for name in [name for group in groups if len(group) > 1 for name in group if name in models]:
         device_user(name, roles[name], models[name]).rest()
@@ -161,7 +162,7 @@ def leave_devices(cluster: ClusterConfig, roles: Mapping[str, Role], models: Map
 def start_models(
     cluster: ClusterConfig, roles: Mapping[str, Role], starts: Mapping[str, Callable[[], Any]], resources: ExitStack
 ) -> dict[str, Any]:
-    """Start the models of a run, and engines on devices of their own, and block until they are ready."""
+    """Start the models of a run and the given engines, and block until they are ready."""
     first, *later = turns_of_start(cluster, roles)
     started: dict[str, Any] = {}
     for names in ([name for name in starts if name not in roles or name in first], *later):
@@ -177,10 +178,10 @@ def replace_ranks(
     lost: Collection[str],
     resume_path: Path | None,
 ) -> None:
-    """Replace the ranks of all trained models, and of frozen ones that lost some, and block until they are ready.
+    """Replace the ranks of all trained models and of frozen models that lost ranks, and block until they are ready.
 
     Args:
-        resume_path: step folder that trained models load; None: their initial weights.
+        resume_path: Step folder that trained models load. None loads their initial weights.
     """
     ready = {name: models[name] for name, role in roles.items() if not (role.trains or name in lost)}
     for name in roles.keys() - ready.keys():
@@ -196,28 +197,28 @@ def replace_ranks(
 
 
 def allowed_restarts(cluster: ClusterConfig, checkpointing: CheckpointingConfig) -> int:
-    """Return how often the ranks of a run may be replaced."""
+    """Return how many times the ranks of a run may be replaced."""
     if cluster.max_run_restarts is None:
         return _RESTARTS_WITH_CHECKPOINTS if checkpointing.enabled else 0
     return cluster.max_run_restarts
 
 
 class Closable(Protocol):
-    """Something that holds processes."""
+    """An object that holds processes."""
 
     def shutdown(self) -> Any:
         """End the processes."""
 
 
 def start_together(starts: Mapping[str, Callable[[], Closable]], resources: ExitStack) -> dict[str, Any]:
-    """Start several things in parallel, and block until all have started or failed.
+    """Start several workers in parallel, and block until all have started or failed.
 
     Args:
-        starts: functions that start them, by name; they are ended in reverse order.
-        resources: registers what has started, also when another start fails.
+        starts: Functions that start them, by name.
+        resources: Ends what has started, in reverse order, also if another start fails.
 
     Raises:
-        Exception: the first failure; its notes name the others.
+        Exception: The first failure. Its notes name the other failures.
     """
     with ThreadPoolExecutor(max_workers=len(starts)) as pool:
         futures = {name: pool.submit(start) for name, start in starts.items()}
@@ -264,7 +265,7 @@ def _shared(checkpointing: CheckpointingConfig, models: Mapping[str, Role]) -> S
         folders |= {f"{name}.model_name": section.model_name, f"{name}.tokenizer.name": section.tokenizer.name}
     if not checkpointing.enabled:
         return Shared(folders)
-    # The path is absolute because workers may have another working directory. `load_config` has made the models'
-    # folders absolute.
+    # The path is absolute because workers may have another working directory. The folders of models are absolute
+    # already, because `load_config` makes them so.
     saved = Path(checkpointing.checkpoint_dir).absolute()
     return Shared(folders, ("checkpointing.checkpoint_dir", str(saved)))

@@ -18,14 +18,14 @@ _KEYS = (ROW_INPUTS, f"{ROW_INPUTS}_chosen", f"{ROW_INPUTS}_rejected")
 
 
 def check_rows(models: Sequence[PolicyConfig], data: RunData, *, sampled: bool) -> None:
-    """Look at the first row of each data set, since later rows are checked when they are used.
+    """Check the first row of each data set. Later rows are checked when they are used.
 
     Args:
-        models: sections of the models that read the rows, the policy first.
-        sampled: whether the policy's engines continue the rows.
+        models: Sections of the models that read the rows. The first one is the policy's.
+        sampled: Whether the policy's engines continue the rows.
 
     Raises:
-        ConfigError: names what a row has, who does not accept it, and who does.
+        ConfigError: A row is not accepted. The message names its kind of input, who does not accept it, and who does.
     """
     rows = list(chain.from_iterable(map(_first_inputs, _data_sets(data))))
     if not rows:
@@ -38,13 +38,13 @@ def check_rows(models: Sequence[PolicyConfig], data: RunData, *, sampled: bool) 
 
 
 def check_known_answers(config: RolloutMasterConfig, data: RunData, own: Collection[str] = ()) -> None:
-    """Grade the known answers of each data set as their own answers, see `environments.truth_check`.
+    """Check that each data set's known answers get a reward if they are graded as answers (`environments.truth_check`).
 
     Args:
-        own: environments that the program has made, which are not graded.
+        own: Names of environments that the program has made. They are left out.
 
     Raises:
-        DataError: the answers of a data set never get a reward.
+        DataError: The answers of a data set never get a reward.
     """
     names = {name for _, name in config.env_entries() if name} | set(data.task_env.values())
     names -= {*own, *config.cluster.venvs}
@@ -57,10 +57,10 @@ def check_known_answers(config: RolloutMasterConfig, data: RunData, own: Collect
 
 
 def check_row_fields(config: RolloutMasterConfig, data: RunData) -> None:
-    """Check that the first row of each data set has the fields that programs of agents shall get.
+    """Check that the first row of each data set has the fields that are passed to programs of agents.
 
     Raises:
-        ConfigError: names the fields that are missing, and those that the row has.
+        ConfigError: Fields are missing. The message names them, and the fields that the row has.
     """
     section = config.env.get("agent")
     if not isinstance(section, AgentEnvironmentConfig) or not section.row_fields:

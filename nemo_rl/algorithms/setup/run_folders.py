@@ -1,8 +1,8 @@
 """Open the folders of a run: logs, checkpoints, and the checkpoint from which it resumes.
 
-They are opened after configuration and data are accepted. The size of a checkpoint is that of the one from which the
-run resumes, or the sum of what the backends of the trained models estimate. Invariant: a folder that cannot hold the
-run's checkpoints, and a checkpoint from which the run cannot resume, are refused here, before Ray starts.
+The folders are opened after configuration and data are accepted. The expected size of a checkpoint is the size of the
+one from which the run resumes, or the sum of the estimates of the trained models' backends. Invariant: a folder without
+space for the run's checkpoints, and a checkpoint from which the run cannot resume, are refused here, before Ray starts.
 """
 
 import logging
@@ -33,25 +33,25 @@ class RunFolders:
     """The folders of a run."""
 
     log_dir: Path
-    """The run's `exp_NNN`."""
+    """Log folder of the run, `exp_NNN`."""
     checkpoints: CheckpointManager | None
-    """Folder of the checkpoints; None if checkpointing is off."""
+    """Folder of the checkpoints. None if checkpointing is off."""
     resume_path: Path | None
-    """Newest checkpoint; None starts a new run."""
+    """Step folder of the newest checkpoint. None starts a new run."""
     record_end: EndOfRun
-    """Adds the end of the run to its record, see `run_record.record_run`."""
+    """Function that adds the end of the run to its record, see `run_record.record_run`."""
     position: Mapping[str, Any] | None = None
-    """Position in the data of that checkpoint."""
+    """Position in the data that the checkpoint `resume_path` stores."""
 
     def newest_checkpoint(self) -> Path | None:
-        """Return the newest undamaged checkpoint, also one that this run has written, or None if there is none."""
+        """Return the newest undamaged checkpoint, which this run may have written, or None if there is none."""
         return None if self.checkpoints is None else self.checkpoints.find_resumable()
 
     def check_position(self, data: Prompts) -> None:
-        """Check that the checkpoint's position, to which the session moves later, belongs to this data.
+        """Check that the checkpoint's position in the data fits this data. The session moves to the position later.
 
         Raises:
-            DataError: it is a position in other data.
+            DataError: It is a position in other data.
         """
         if self.position is not None:
             data.check_position(dict(self.position))
@@ -103,10 +103,10 @@ def check_space(
     checkpoints: CheckpointManager,
     resume_path: Path | None,
 ) -> None:
-    """Compare the free bytes with what a run will write: refuse if one checkpoint does not fit, warn if all do not.
+    """Compare the free bytes with the bytes that a run will write.
 
     Raises:
-        CheckpointError: not even the next checkpoint fits.
+        CheckpointError: There is no space for the next checkpoint. If only later ones do not fit, a warning is logged.
     """
     one = _written_bytes(models, resume_path)
     if one is None:
@@ -119,17 +119,17 @@ def check_space(
 
 
 def _written_bytes(models: Mapping[str, Role], path: Path | None) -> int | None:
-    """Return the bytes of a checkpoint on the disk, or None if there is none or it lacks a trained model."""
+    """Return the bytes of a checkpoint folder, or None if there is none or it lacks a trained model."""
     if path is None or not all((path / name).exists() for name in trained(models)):
         return None
     return manifest_bytes(path)
 
 
 def require_space(checkpointing: CheckpointingConfig, one: int, present: int) -> None:
-    """Refuse a disk without room for a checkpoint of `one` bytes, and warn if the later ones will not fit.
+    """Refuse a disk without space for a checkpoint of `one` bytes, and warn if later checkpoints will not fit.
 
     Raises:
-        CheckpointError: not even the next checkpoint fits.
+        CheckpointError: There is no space for the next checkpoint.
     """
     folder = Path(checkpointing.checkpoint_dir).absolute()
     free = free_bytes(folder)
@@ -149,5 +149,5 @@ def require_space(checkpointing: CheckpointingConfig, one: int, present: int) ->
 
 
 def checkpoints_at_once(checkpointing: CheckpointingConfig) -> int:
-    """Return the checkpoints on the disk while one is written: the best ones, the newest, and the one being written."""
+    """Return the largest number of checkpoints on the disk: the best, the newest, and the one being written."""
     return 2 if checkpointing.keep_top_k is None else checkpointing.keep_top_k + 2

@@ -1,8 +1,8 @@
-"""Record in a run's log folder what was started, and how it ended.
+"""Record in a run's log folder how it was started, and how it ended.
 
-`run.json` has `command`, `version`, `host`, `pid`, `started` and `status`: "running", and at the end "finished",
-"interrupted" or "failed", with `ended` and the `error`. A run that is killed leaves "running" with the number of a
-process that is gone.
+`run.json` has `command`, `version`, `host`, `pid`, `started` and `status`. The status is "running", and at the end
+"finished", "interrupted" or "failed", with `ended` and the `error`. If a run is killed, the status stays "running",
+with the `pid` of a process that does not exist.
 """
 
 import json
@@ -25,7 +25,7 @@ from nemo_rl.utils.errors import RunInterruptedError
 RECORD_FILE = "run.json"
 _MAX_ERROR_CHARS = 2000
 TRACEBACK_FILE = "traceback.txt"
-"""File of a run's folder with the traceback of the error that ended it, with those of its workers."""
+"""File in a run's folder with the traceback of the error that ended it, including tracebacks of workers."""
 
 
 type EndOfRun = Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], None]
@@ -40,8 +40,8 @@ def record_run(log_dir: Path, config: MasterConfig, resources: ExitStack) -> End
         resources: closed at the end of the run, with the exception that ends it.
 
     Returns:
-        Function that adds the end, to be pushed on `resources` last, so that it sees the exception of the run before
-        anything is shut down. Only its first call counts.
+        Function that adds the end. It is to be pushed on `resources` last, so that it sees the exception of the run
+        before anything is shut down. Calls after the first have no effect.
     """
     record: dict[str, Any] = {
         "command": [public_text(argument, config) for argument in sys.argv],
@@ -74,7 +74,7 @@ def record_run(log_dir: Path, config: MasterConfig, resources: ExitStack) -> End
 
 
 def start_of_process(pid: int) -> int | None:
-    """Return when a process was started, in ticks since the machine was, or None if it does not run or is hidden."""
+    """Return the start time of a process in ticks after the machine's, or None if it does not run or cannot be read."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):

@@ -2,8 +2,8 @@
 
     StartBudget(started_at) ─► phase("Ray"), phase("workers") ... ─► add_workers(name, group.start_phases) ─► log
 
-The phases of the run follow each other, so their shares add up. Those of workers lie within them: groups start at the
-same time, and each line names the slowest worker, for which the others wait.
+The phases of the run follow each other, so their shares add up. The phases of workers lie within them. Groups of
+workers start at the same time, and each line names the slowest worker of a group, because all others wait for it.
 """
 
 import logging
@@ -22,17 +22,18 @@ PREFIX = "timing/start"
 _BEFORE = "before setup"
 _REST = "the rest"
 _MOST_SHOWN = 3
-"""Phases on the console."""
+"""Number of phases that the console shows."""
 _WORTH_SHOWING_S = 0.1
 _FIRST_WAIT_S, _LATER_WAITS_S = 3.0, 15.0
-"""Seconds after which the console says that a phase goes on."""
+"""Seconds after which the console says that a phase has not ended, for the first time and after that."""
 
 
 class StartBudget:
-    """Seconds of the phases of one start.
+    """Measures the seconds of each phase of a start.
 
     Args:
-        started_at: `time.perf_counter()` at process start; 0: this moment, for programs that do not measure it.
+        started_at: Value of `time.perf_counter()` at process start. 0 for programs that do not measure it: the start is
+            then counted from now.
     """
 
     def __init__(self, started_at: float) -> None:
@@ -43,7 +44,7 @@ class StartBudget:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure one of the phases, which follow each other, and log a line if it takes more than a few seconds."""
+        """Measure a phase, which follows the phase before it. Log a line if it takes more than a few seconds."""
         began = time.perf_counter()
         waiting = _Waiting(name)
         waiting.start()
@@ -63,7 +64,7 @@ class StartBudget:
         self._workers += [(f"{name}: {phase.name}", phase) for phase in phases]
 
     def log(self, metrics: Logger) -> None:
-        """Log how long it took, with a table in the run's log file, and metrics `timing/start/<phase>` of step 0."""
+        """Log the time of the start, a table of phases in the run's log file, and metrics `timing/start/<phase>`."""
         total = time.perf_counter() - self._started_at
         phases = self._phases | {_REST: max(total - sum(self._phases.values()), 0.0)}
         lines = [_line(name, seconds, total) for name, seconds in phases.items()]
@@ -93,7 +94,7 @@ class _Waiting(threading.Thread):
         self._phase = phase
 
     def run(self) -> None:
-        """Log a line after a few seconds, and others later."""
+        """Log a line after a few seconds, and further lines at longer intervals."""
         began = time.perf_counter()
         wait_s = _FIRST_WAIT_S
         while not self.ended.wait(wait_s):

@@ -1,7 +1,7 @@
 """Parts of a run that a program passes to `setup` in place of the configured parts.
 
-Each part is optional and replaces the configured one in the algorithm's `recipe`, so nothing is loaded in vain.
-Invariant: a configuration that a program made is checked like one from a file, before anything starts.
+Each part is optional and replaces the configured part in the algorithm's `recipe`, so the configured part is not
+loaded. Invariant: a configuration that a program made is checked like one from a file, before anything starts.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,23 +28,23 @@ from nemo_rl.utils.errors import ConfigError, did_you_mean
 
 @dataclass(frozen=True)
 class UserParts:
-    """User-supplied parts of a run, with None (or no entry) for the configured part."""
+    """User-supplied parts of a run. For a part that is None or missing, the configured part is used."""
 
     tokenizer: PreTrainedTokenizerBase | None = None
     """Tokenizer of all models and of the data."""
     dataset: Any = None
     """Training rows, see `data.datasets.user_data.given_data`."""
     val_dataset: Any = None
-    """Validation rows; without `dataset` they are used with the configured training rows."""
+    """Validation rows. Without `dataset`, they are used with the configured training rows."""
     environments: Mapping[str, Any] = field(default_factory=dict)
-    """Environments by task name, see `environments.user_environments.environment_of`; a mapping is a section of
-    `env`."""
+    """Environments by task name, see `environments.user_environments.environment_of`. A mapping in place of an
+    environment is used as its section of `env`."""
     loss_fn: Any = None
     """Loss of the policy."""
 
     @property
     def running_environments(self) -> dict[str, Any]:
-        """The environments that are not just a section of `env`."""
+        """Environments that are objects or classes, not only sections of `env`."""
         return {name: given for name, given in self.environments.items() if not _is_section(given)}
 
     def checked[Config: MasterConfig](
@@ -84,12 +84,12 @@ class UserParts:
         """Return the rows of the run, after checking that its models and engines accept them.
 
         Args:
-            load: function that loads the configured data.
-            sampled: whether the rows are prompts.
+            load: Function that loads the configured data.
+            sampled: Whether the rows are prompts.
 
         Raises:
-            DataError: they cannot be used, or their known answers never get a reward.
-            ConfigError: a model or the engine does not accept them.
+            DataError: The rows cannot be used, or their known answers never get a reward.
+            ConfigError: A model or the engine does not accept the rows.
         """
         data = self._rows(config, load, sampled=sampled)
         check_rows([role.section for role in config.models.values()], data, sampled=sampled)
@@ -107,12 +107,13 @@ class UserParts:
         return given_data(configured.train, self.val_dataset, config.data, sampled=sampled)
 
     def loss[Loss](self, configured: Loss, section: NamedPartConfig, rows_per_sample: int = 1) -> Loss:
-        """The loss of the run: the program's loss, else the class that `loss_fn.name` names, else the built-in loss.
+        """Return the loss: the caller's, or else the class that `loss_fn.name` names, or else the built-in loss.
 
         Args:
-            configured: the built-in loss of the algorithm.
-            section: `loss_fn`.
-            rows_per_sample: consecutive rows that a user's loss needs in one microbatch, unless it says otherwise.
+            configured: The built-in loss of the algorithm.
+            section: The section `loss_fn`.
+            rows_per_sample: Number of consecutive rows that a user's loss needs in one microbatch, unless it has its
+            own `rows_per_unit`.
 
         Raises:
             ConfigError: `loss_fn.name` or `loss_fn.kwargs` cannot be used.
@@ -136,7 +137,7 @@ _TRIAL_TOKENS = 8
 def _try_loss(loss_fn: Any, name: str) -> None:
     """Call a user's loss on made-up rows, so that a mistake in it ends the run before anything starts.
 
-    Losses of logits are left out, because their shape follows from the model.
+    Losses of logits are not called, because the shape of logits depends on the model.
     """
     from nemo_rl.algorithms.setup.open_policy import try_out
     from nemo_rl.losses.loss_function import LossInputType

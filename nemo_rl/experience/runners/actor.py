@@ -36,7 +36,7 @@ from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationRe
 from nemo_rl.utils.errors import DeadlineExceededError, WorkerDiedError
 
 _NO_LIMIT = 2**31
-"""Replacements of engines; the driver counts them."""
+"""Limit of the replacements of engines in a runner. The driver has the real limit."""
 
 
 class EngineWorkers:
@@ -79,7 +79,7 @@ class EngineWorkers:
             )
 
     def replace(self, workers: Sequence[Any], lost: Sequence[int]) -> None:
-        """Use these actors from now on, with new ones at the positions `lost`."""
+        """Use these actors from now on. The actors at the positions `lost` are new."""
         with self._changed:
             self.workers[:] = workers
             self._lost -= set(lost)
@@ -94,7 +94,7 @@ class EngineWorkers:
         return []
 
     def stacks(self, worker_idxs: Sequence[int]) -> str:
-        """Return nothing: the processes may be on other nodes."""
+        """Return an empty text: the processes may be on other nodes."""
         return ""
 
     def slot(self, worker_idx: int) -> str:
@@ -124,9 +124,10 @@ class RunnerEngines(EngineGroup):
         self._ids = itertools.count(secrets.randbits(48))
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """See `GenerationInterface.generate`. The answer tells the version of the engines' weights.
+        """See `GenerationInterface.generate`. Take the version of the engines' weights from the answer.
 
-        The driver tells it with new groups only, and later turns look for the engine with the newest prefix.
+        The driver sends the version only with new groups, but later turns need it to find the engine with the newest
+        prefix.
         """
         result = await super().generate(request)
         if result.served_by is not None:
@@ -158,13 +159,13 @@ class RunnerSettings:
     import_path: Sequence[str]
     """Folders in which the driver searches for modules."""
     reads_collections: bool
-    """As in `stored.split`; true if an environment corrects rewards of whole collections."""
+    """Whether an environment corrects the rewards of whole collections, see `stored.split`."""
     review: ReviewSettings = field(default_factory=ReviewSettings)
     """Checks of finished samples, whose results are noted on them."""
 
 
 class RunnerActor:
-    """Plays groups on the event loop of the actor, with the calls that the module's docstring shows."""
+    """Plays groups on the event loop of the actor. The module's docstring shows its calls."""
 
     def __init__(self, settings: RunnerSettings) -> None:
         extend_path(settings.import_path)
@@ -192,13 +193,13 @@ class RunnerActor:
         self._groups = OpenGroups(self._play)
 
     def ready(self) -> ProcessIdentity:
-        """Return the process of the actor when the runner is ready."""
+        """Return the identity of the actor's process when the runner is ready."""
         return this_process()
 
     async def submit(
         self, tasks: Sequence[tuple[int, GroupTask]], given_up: Sequence[int], weight_version: int
     ) -> None:
-        """Begin to play groups, and end others.
+        """Begin to play some groups, and end other groups.
 
         Args:
             tasks: the groups to play, each with its number.
@@ -214,8 +215,8 @@ class RunnerActor:
         """Wait up to `timeout_s` for finished groups.
 
         Returns:
-            The finished groups, of which there may be none; and the tokens and texts of those to train on, which stay
-            in the object store.
+            The finished groups, which may be none, and the tokens and texts of those to train on. The tokens and texts
+            stay in the object store.
         """
         taken = await self._groups.take(timeout_s)
         groups, packed = for_driver(taken, reads_collections=self._reads_collections)
@@ -225,10 +226,10 @@ class RunnerActor:
         return await self._runner.play_group(task.prompt, 0, task.num_generations, task.sampling, task.key)
 
     async def lost_engines(self, timeout_s: float) -> list[int]:
-        """Wait up to `timeout_s` for engines that have to be replaced, and show by the answer that the actor works.
+        """Wait up to `timeout_s` for engines that have to be replaced. The answer also shows that the actor works.
 
         Returns:
-            Positions of their workers in `RunnerSettings.engines`; empty if there are none.
+            Positions of the engines' workers in `RunnerSettings.engines`, or an empty list.
         """
         end = time.monotonic() + timeout_s
         while not (lost := self._workers.lost) and time.monotonic() < end:
@@ -236,7 +237,7 @@ class RunnerActor:
         return lost
 
     async def replace_engines(self, workers: Sequence[Any], lost: Sequence[int]) -> None:
-        """Use these workers from now on, with new ones at the positions `lost` that have the current weights."""
+        """Use these workers from now on. The workers at the positions `lost` are new and have the current weights."""
         self._workers.replace(workers, lost)
 
     def shutdown(self) -> None:

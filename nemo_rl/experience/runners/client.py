@@ -32,7 +32,7 @@ from nemo_rl.models.generation.interfaces import SamplingParams
 from nemo_rl.utils.errors import ConfigError
 
 _MOST_CALLS = 1_000
-"""Calls that a runner answers at the same time."""
+"""Number of calls that a runner can answer at the same time."""
 _POLLS_WITHIN_SILENCE = 4
 """Number of answers that a working runner gives within the time after which it counts as hung."""
 
@@ -42,13 +42,13 @@ class _NoSignOfLifeError(Exception):
 
 
 def ranks_of_runner(number: int, num_runners: int, num_workers: int, workers_per_engine: int) -> list[int]:
-    """Return the ranks of the workers of a runner's engines: consecutive whole engines, often of one node.
+    """Return the ranks of the workers of a runner's engines. A runner has consecutive engines, often of one node.
 
     Args:
-        number: number of the runner, from 0.
-        num_runners: number of runners, at most that of the engines.
-        num_workers: number of workers of all engines.
-        workers_per_engine: number of workers of each engine (`EngineSettings.num_workers`).
+        number: Number of the runner, from 0.
+        num_runners: Number of runners, at most the number of engines.
+        num_workers: Number of workers of all engines.
+        workers_per_engine: Number of workers of each engine (`EngineSettings.num_workers`).
     """
     num_engines = num_workers // workers_per_engine
     first, end = (bound * num_engines // num_runners for bound in (number, number + 1))
@@ -101,11 +101,11 @@ class RunnerShare:
         return [workers[rank] for rank in self.ranks]
 
     async def watch(self) -> None:
-        """Keep the actor and its engines running, without ever returning.
+        """Keep the actor and its engines running. The coroutine never returns.
 
         Raises:
-            WorkerDiedError: the actor or an engine died too often.
-            DeadlineExceededError: an engine does not start in time.
+            WorkerDiedError: The actor or an engine died too often.
+            DeadlineExceededError: An engine does not start in time.
         """
         while True:
             incarnation = self.actor.running()

@@ -1,11 +1,11 @@
-"""Send groups to a runner actor and collect its results, many groups in each call.
+"""Send groups to a runner actor and collect their results, many groups in each call.
 
     play() ─► outbox ─► _send (next iteration of the loop, one call) ─► actor.submit
     play() cancelled (deadline, another group failed) ─► _send ─► actor.submit, as given up
     serve ── collect (long poll) ──► finished groups ─► futures of play()
     the actor dies ─► serve: a new one gets all open groups from their start
 
-Invariant: a group has one answer, with the same tokens whichever actor plays it. The driver owns the references to the
+Invariants: a group has one result, with the same tokens whichever actor plays it. The driver owns the references to the
 tokens, so they are not lost when the actor dies.
 """
 
@@ -32,7 +32,7 @@ _AGAIN_S = 1.0
 
 @dataclass(frozen=True)
 class _WaitingGroup:
-    """A group that has no answer yet."""
+    """A group that has no result yet."""
 
     task: GroupTask
     future: asyncio.Future[Rollouts]
@@ -51,7 +51,7 @@ class GroupExchange:
         self, actor: SupervisedActor, weight_version: Callable[[], int], poll_s: float, busy: BusySeconds
     ) -> None:
         self.busy = busy
-        """Seconds with work of the runner's engines and environments, as the runner last reported them."""
+        """Seconds of work of the runner's engines and environments, as the runner last reported them."""
         self._actor = actor
         self._weight_version = weight_version
         self._poll_s = poll_s
@@ -63,9 +63,9 @@ class GroupExchange:
         self._given_up: list[int] = []
         self._send_is_due = False
         self._failure: Exception | None = None
-        """Why `serve` has ended."""
+        """Error that has ended `serve`."""
         self._earlier = busy
-        """Time with work of earlier actors."""
+        """Seconds of work of earlier actors."""
         self._checks: set[asyncio.Task[None]] = set()
 
     @property
@@ -80,8 +80,8 @@ class GroupExchange:
             The samples, with references to their tokens, and the metrics of environments.
 
         Raises:
-            WorkerDiedError: the actor died too often.
-            Exception: as `RolloutRunner.play_group`.
+            WorkerDiedError: The actor died too often.
+            Exception: See `RolloutRunner.play_group`.
         """
         if self._failure is not None:
             raise self._failure
@@ -98,10 +98,10 @@ class GroupExchange:
                 self._send_soon()
 
     async def serve(self) -> None:
-        """Send groups to the actor and collect its results, without ever returning.
+        """Send groups to the actor and collect their results. The coroutine never returns.
 
         Raises:
-            WorkerDiedError: the actor died too often; all open groups raise it.
+            WorkerDiedError: The actor died too often. `play` raises it too, for all open groups.
         """
         try:
             while True:
@@ -163,7 +163,7 @@ class GroupExchange:
         check.add_done_callback(self._checks.discard)
 
     async def _check(self, call: "ray.ObjectRef[None]", numbers: Sequence[int], given_up: Sequence[int]) -> None:
-        """Check that the actor accepted a call, and send it again if not, while `serve` handles a dead actor."""
+        """Check that the actor accepted a call. If not, send the call again. `serve` handles a dead actor."""
         with Boundary(Exception) as caught:  # any failure of the call fails its groups
             await asyncio.wrap_future(call.future())
             return

@@ -1,4 +1,4 @@
-"""Groups that a runner actor plays, and their form in calls between the actor and the driver.
+"""Define the groups that a runner actor plays, and their form in calls between the actor and the driver.
 
 driver: exchange.GroupExchange ── submit([(number, task)], given up) ──► OpenGroups: a task for each group
         FinishedGroups, reference of the tokens ◄── collect ──────────── groups finished since the last call
@@ -26,8 +26,8 @@ from nemo_rl.models.batch_rows import PackedRows
 from nemo_rl.models.generation.interfaces import SamplingParams
 
 _TOKENS_OF_A_CALL = 1_000_000
-"""Number of tokens after which a call takes no further groups. The tokens of a call are about 10 MB, and stay in the
-object store until all of them are trained on."""
+"""Number of tokens after which a call takes no further groups. The tokens of such a call take about 10 MB, and stay in
+the object store until all of them are trained on."""
 
 _MOST_UNWANTED = 10_000
 
@@ -50,9 +50,9 @@ class GroupError:
     """The error of a group."""
 
     pickled: bytes
-    """The exception; empty if it cannot be pickled."""
+    """The pickled exception. Empty if it cannot be pickled."""
     text: str
-    """Its traceback in the runner."""
+    """Traceback of the exception in the runner."""
 
     @classmethod
     def of(cls, error: Exception) -> "GroupError":
@@ -63,7 +63,7 @@ class GroupError:
         return cls(b"", text)
 
     def exception(self) -> Exception:
-        """Return the exception with its traceback as a note, in a `RuntimeError` if it cannot be unpickled."""
+        """Return the exception with its traceback as a note, or a `RuntimeError` if it cannot be unpickled."""
         with Boundary(Exception) as caught:  # an exception may need arguments or modules that are not here
             error = pickle.loads(self.pickled)
         if caught or not isinstance(error, Exception):
@@ -78,13 +78,13 @@ class FinishedGroups:
 
     groups: list[tuple[int, Rollouts | GroupError]]
     """The number of each group, with its samples and the metrics of environments, or with its error. Training samples
-    have no tokens; validation samples have all of them."""
+    have no tokens. Validation samples have all tokens."""
     busy: BusySeconds
-    """Seconds with work of the runner's engines and environments since its start."""
+    """Seconds of work of the runner's engines and environments since the runner's start."""
 
 
 class OpenGroups:
-    """The groups that an actor plays, and finished groups that were not taken yet, used on one event loop.
+    """The groups that an actor plays, and finished groups that the driver has not taken yet, on one event loop.
 
     Args:
         play: function that plays a group.
@@ -96,7 +96,7 @@ class OpenGroups:
         self._finished: deque[tuple[int, str, Rollouts | Exception]] = deque()
         self._has_news = asyncio.Event()
         self._unwanted: deque[int] = deque(maxlen=_MOST_UNWANTED)
-        """Numbers of groups that were given up before they came: calls of an actor may overtake each other."""
+        """Numbers of groups that were given up before they arrived: calls of an actor may overtake each other."""
 
     def start(self, number: int, task: GroupTask) -> None:
         """Begin to play a group, unless it is played already or was given up."""
@@ -147,11 +147,11 @@ def for_driver(
     """Prepare finished groups for sending.
 
     Args:
-        taken: finished groups, as `OpenGroups.take` returns them.
-        reads_collections: as in `stored.split`.
+        taken: Finished groups, as `OpenGroups.take` returns them.
+        reads_collections: See `stored.split`.
 
     Returns:
-        The groups, and the tokens of those to train on; None instead of tokens if no group is to be trained on.
+        The groups, and the tokens of the groups to train on, or None if there is no such group.
     """
     with Boundary(Exception):  # texts and metadata come from environments
         return _packed(taken, reads_collections)
@@ -171,7 +171,7 @@ def _packed(
     for number, phase, each in played:
         sent = [next(summaries) if phase == "train" else _sent(sample) for sample in each.trajectories]
         groups.append((number, replace(each, trajectories=sent)))
-        # Ray pickles the rest, which the library makes itself; metadata may hold any object.
+        # Ray pickles all other values, which the library makes itself. Metadata may hold any object.
         cloudpickle.dumps([sample.extra_env_info for sample in sent])
     return groups, packed
 
@@ -179,7 +179,7 @@ def _packed(
 def _sendable(
     taken: tuple[int, str, Rollouts | Exception], reads_collections: bool
 ) -> tuple[int, str, Rollouts | Exception]:
-    """Return a finished group, or in its place the error with which it cannot be sent."""
+    """Return a finished group, or its number with the error if it cannot be sent."""
     with Boundary(Exception) as caught:  # texts and metadata come from environments
         _packed([taken], reads_collections)
     return (taken[0], taken[1], caught.take()) if caught else taken

@@ -1,7 +1,7 @@
-"""Trajectories without their tokens, which the driver keeps of rollouts that a runner actor has played.
+"""Keep trajectories without their tokens in the driver, for rollouts that a runner actor has played.
 
 The driver has lengths, rewards, versions and outcomes. Tokens and texts are in the object store, where one object may
-hold those of several groups. The driver owns the references, so the objects are not lost when the runner dies.
+hold the tokens of several groups. The driver owns the references, so the objects are not lost when the runner dies.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,10 +45,10 @@ def split(groups: Sequence[Sequence[Trajectory]], *, reads_collections: bool) ->
     """Divide samples into summaries for the driver, and tokens with texts for the object store.
 
     Args:
-        groups: finished samples of each prompt.
-        reads_collections: True if an environment reads whole collections: then the summaries have the texts of all
-            messages and the environment's metadata. False: they have the texts of the messages before the first
-            response.
+        groups: Finished samples of each prompt.
+        reads_collections: Whether an environment reads whole collections. If so, the summaries have the texts of all
+        messages and the environment's metadata. If not, they have only the texts of the messages before the first
+        response.
     """
     samples = [sample for group in groups for sample in group]
     packed = pack_rows([log for sample in samples for log in sample.logs])
@@ -58,7 +58,7 @@ def split(groups: Sequence[Sequence[Trajectory]], *, reads_collections: bool) ->
 
 
 def _summary(sample: Trajectory, places: Iterator[StoredTokens], reads_collections: bool) -> Trajectory:
-    """Return a sample without tokens, with the places of its conversations from `places`."""
+    """Return a sample without tokens. The places of its conversations are the next ones of `places`."""
     num_prompt = next((n for n, m in enumerate(sample.message_log) if "generation_logprobs" in m), None)
     return replace(
         sample,
@@ -78,7 +78,7 @@ def _summary(sample: Trajectory, places: Iterator[StoredTokens], reads_collectio
 
 
 def _counted(log: Sequence[Message], num_texts: int | None) -> list[Any]:
-    """Return messages with counts instead of tokens, and with texts for the first `num_texts` (None: all of them)."""
+    """Return messages with counts instead of tokens. The first `num_texts` have texts, or all if None."""
     counted = []
     for number, message in enumerate(log):
         count = TokenCount(message["token_ids"].numel())
@@ -89,7 +89,7 @@ def _counted(log: Sequence[Message], num_texts: int | None) -> list[Any]:
 
 
 def located(rollouts: Rollouts, rows: "ObjectRef[Any]") -> Rollouts:
-    """Add the reference of the tokens to the summaries of a group, but not to samples with tokens."""
+    """Add the reference of the tokens to the summaries of a group. Samples with tokens stay as they are."""
     for sample in rollouts.trajectories:
         for conversation in sample.conversations:
             if conversation.stored is not None:
@@ -98,7 +98,7 @@ def located(rollouts: Rollouts, rows: "ObjectRef[Any]") -> Rollouts:
 
 
 def whole(samples: Sequence[Trajectory]) -> list[Trajectory]:
-    """Get the tokens and texts of samples from the object store, unless the samples have them."""
+    """Return samples with their tokens and texts, which are fetched from the object store where necessary."""
     places = [None if sample.stored is None else sample.stored.rows for sample in samples]
     packed = fetched([place for place in places if place is not None])
     return [
@@ -133,7 +133,7 @@ def _messages(counted_log: Sequence[Any], place: StoredTokens | None, packed: Pa
 
 
 def messages_of(trajectory: Trajectory) -> list[Message]:
-    """Return the messages of a row without tokens, whose texts may come from the object store."""
+    """Return the messages of a row without tokens. Texts are fetched from the object store if the row lacks them."""
     if trajectory.stored is None or trajectory.stored.rows is None:
         return trajectory.turns
     packed = fetched([trajectory.stored.rows])[trajectory.stored.rows]
@@ -141,7 +141,7 @@ def messages_of(trajectory: Trajectory) -> list[Message]:
 
 
 def stored_columns(trajectories: Sequence[Trajectory], width: int, pad_token_id: int) -> dict[str, Any]:
-    """Return the columns of stored rows, one trajectory for each, from the arguments of `StoredRow`."""
+    """Return the columns of stored rows, one row for each trajectory (see `StoredRow`)."""
     rows = []
     for trajectory in trajectories:
         stored = trajectory.stored

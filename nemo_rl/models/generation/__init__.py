@@ -1,6 +1,6 @@
-"""Sample from the policy with engines, and serve rollouts with a group of them. Re-exports the interface.
+"""Sample from the policy with engines, and serve rollouts with a group of engines. Re-exports the interface.
 
-Importing this package loads no engine; `factory` chooses one and builds it in an actor.
+Importing this package loads no engine. `factory` chooses an engine and builds it in an actor.
 """
 
 from nemo_rl.models.generation.configure import configure_generation_config

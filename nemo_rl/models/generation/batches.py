@@ -1,7 +1,7 @@
 """Generate whole batches with engines that belong to no run, for programs written for NeMo RL.
 
-`EngineGroup` does the work; this file turns a batch into requests and their results into a batch. Invariant: token ids
-and log-probabilities are those of the engine, padded.
+`EngineGroup` samples. This module makes requests from a batch, and a batch from their results. Invariant: token ids and
+log-probabilities are those of the engine, padded.
 """
 
 import asyncio
@@ -30,21 +30,22 @@ from nemo_rl.utils.errors import NotBuiltError
 from nemo_rl.utils.seed import derive_seed
 
 VllmConfig = EvalGenerationConfig
-"""`policy.generation` with its own `model_name`, as NeMo RL's programs pass it to engines."""
+"""The section `policy.generation` with its own `model_name`, as NeMo RL's programs pass it to engines."""
 
 
 class VllmGeneration:
-    """Engines that load the weights of a model themselves, until `refit_policy_generation` replaces them by a policy's.
+    """Engines that load a model's weights themselves. `refit_policy_generation` replaces them by a policy's.
 
     Args:
-        cluster: where the engines run, one worker on each bundle.
-        config: `policy.generation` with `model_name`; `backend` chooses the engine, despite the name of this class.
-        name_prefix: has no effect: processes are named after the engine.
-        workers_per_node: must be None: the bundles decide.
-        seed: seed of the sampling; each call derives other seeds from it.
+        cluster: Cluster on which the engines run, one worker on each bundle.
+        config: The section `policy.generation` with `model_name`. `backend` chooses the engine, despite the name of
+            this class.
+        name_prefix: Has no effect, because processes are named after the engine.
+        workers_per_node: Must be None, because the bundles decide.
+        seed: Seed of the sampling; each call derives other seeds from it.
 
     Raises:
-        ConfigError: a key is wrong, or the model cannot be found.
+        ConfigError: A key is wrong, or the model cannot be found.
         NotBuiltError: `workers_per_node` is given.
     """
 
@@ -80,7 +81,7 @@ class VllmGeneration:
         Args:
             data: `input_ids [B, T]` right padded and `input_lengths [B]`; optional `stop_strings`, B lists or None, and
                 `row_inputs`, B `RowInputs`.
-            greedy: take the most likely token.
+            greedy: Whether to take the most likely token.
 
         Returns:
             See `GenerationOutputSpec`.
@@ -91,7 +92,7 @@ class VllmGeneration:
         return padded(prompts, answers, self._tokenizer.pad_token_id)
 
     def generate_text(self, data: Mapping[str, Any], greedy: bool = False) -> BatchedDataDict[Any]:
-        """Continue B texts `prompts`, perhaps up to `stop_strings`, and return `texts`."""
+        """Continue B texts `prompts`, up to the optional `stop_strings`, and return `texts`."""
         prompts = [self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in data["prompts"]]
         answers = self._answers(prompts, data.get("stop_strings"), greedy)
         texts = [
@@ -105,7 +106,7 @@ class VllmGeneration:
         return self._on_all("wake_up")
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Free memory until `prepare_for_generation`, if the engine can."""
+        """Free memory until `prepare_for_generation` is called, if the engine supports it."""
         return self._on_all("sleep")
 
     def shutdown(self) -> bool:

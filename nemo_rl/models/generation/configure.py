@@ -1,4 +1,4 @@
-"""Complete `policy.generation` for NeMo RL's programs, as runs of this library do by themselves."""
+"""Complete `policy.generation` for programs written for NeMo RL. Runs of this library do this by themselves."""
 
 from collections.abc import MutableMapping
 from typing import Any
@@ -15,13 +15,13 @@ def configure_generation_config[Config: GenerationConfig | MutableMapping[str, A
     has_refit_draft_weights: bool = False,
     trains_mtp: bool = False,
 ) -> Config:
-    """Fill in token ids from the tokenizer: the one that ends an answer and, in a dict, the padding token.
+    """Fill in token ids from the tokenizer: the token that ends an answer and, in a dict, the padding token.
 
     Args:
-        config: `policy.generation`; changed in place.
-        is_eval: has no effect: engines of a run receive its weights, those of an evaluation load them.
-        has_refit_draft_weights: has no effect: engines get the weights of `policy.draft` in every sync.
-        trains_mtp: has no effect: engines that propose with the policy's own layers get them in every sync.
+        config: The section `policy.generation`, which is changed in place.
+        is_eval: Has no effect. Engines of a run receive its weights, and engines of an evaluation load them.
+        has_refit_draft_weights: Has no effect. Engines get the weights of `policy.draft` in every sync.
+        trains_mtp: Has no effect. Engines that propose with the policy's own layers get these layers in every sync.
 
     Returns:
         `config`.

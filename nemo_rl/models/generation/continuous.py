@@ -1,17 +1,18 @@
-"""Decode rows that come and go between steps, with a cache that holds their tokens (continuous batching).
+"""Decode rows that enter and leave between steps, with a cache that holds their tokens (continuous batching).
 
     waiting ─► admitted: read whole ─┐
     active:  read their last token ──┴─► one pass ─► draws ─► finished rows leave, and free their room
        ▲                                               │
        └── the cache is full: the newest row waits ◄───┘
 
-Rows that begin alike share the cached tokens of their beginning. Orca (Yu et al. 2022) describes the schedule, and vLLM
-(Kwon et al. 2023, arXiv:2309.06180) the preemption of the newest row, which later reads its tokens again.
+Rows that begin with the same tokens share the cached keys and values of these tokens. Orca (Yu et al. 2022) describes
+the schedule, and vLLM (Kwon et al. 2023, arXiv:2309.06180) the preemption of the newest row, which later reads its
+tokens again.
 
-Give the tokens of rows places in a key-value cache. Each token has a place of its own, so nothing is lost to padding or
-blocks. A row that begins like another one, which runs or has ended, holds the same places for the common tokens, and
-does not read them again. Places of ended rows are taken when no other is free, those of the longest ended row first.
-Every rank of an engine has such a cache. Invariant: the same calls give the same places on all ranks.
+`TokenCache` assigns each token of a row its own place in the key-value cache, so no place is lost to padding or blocks.
+If a new row begins like a row that runs or has ended, it uses the same places for the common tokens, and does not read
+these tokens again. The places of ended rows are reused when no other place is free, beginning with the row that ended
+first. Every rank of an engine has such a cache. Invariant: the same calls give the same places on all ranks.
 """
 
 from abc import abstractmethod
@@ -35,16 +36,16 @@ from nemo_rl.models.generation.stepped import Finished
 from nemo_rl.utils.errors import GenerationError
 
 MOST_ENDED = 256
-"""Ended rows whose tokens are kept; a new row is compared with each."""
+"""Number of ended rows whose tokens are kept. A new row is compared with each of them."""
 
 
 class Cost(NamedTuple):
-    """Tokens and places that a row takes when it enters."""
+    """Numbers of tokens and places that a row needs when it enters."""
 
     num_new: int
-    """Tokens that it has to read."""
+    """Number of tokens that the row has to read."""
     room: int
-    """Places that no running row holds yet."""
+    """Number of places for the row that no running row holds yet."""
 
 
 @dataclass
@@ -57,38 +58,38 @@ class _Held:
 
 
 class TokenCache:
-    """Places of the tokens of rows.
+    """Places of the tokens of rows in the cache.
 
     Args:
-        num_places: tokens that the cache has room for.
+        num_places: Number of tokens that fit into the cache.
 
     Attributes:
-        num_places: tokens that the cache has room for.
-        room: number of places that no running row holds.
+        num_places: Number of tokens that fit into the cache.
+        room: Number of places that no running row holds.
     """
 
     def __init__(self, num_places: int, device: torch.device) -> None:
         self.num_places = self.room = num_places
         self._device = device
         self._free = np.arange(num_places)[::-1].copy()
-        """Places that no row holds, the first `_num_free` ones; the last of these is taken next."""
+        """The first `_num_free` entries are the places that no row holds. The last of these is used next."""
         self._num_free = num_places
         self._holders, self._users = np.zeros((2, num_places), np.int32)
-        """How many rows hold each place, and how many of them run."""
+        """Number of rows that hold each place, and number of running rows that do."""
         self._running: dict[str, _Held] = {}
         self._ended: dict[str, _Held] = {}
-        """Longest ended or unused first."""
+        """Ended rows. The first one ended, or was last shared, longest ago."""
         self._layers: dict[int, KeysAndValues] = {}
 
     def cost(self, token_ids: Sequence[int]) -> Cost:
-        """Return the room that a row with these tokens would take."""
+        """Return the numbers of tokens and places that a row with these tokens would need."""
         other, length = self._longest_start(np.array(token_ids, np.int32))
         num_new = len(token_ids) - length
         unused = 0 if other is None else np.count_nonzero(self._users[self._held(other).places[:length]] == 0)
         return Cost(num_new, num_new + int(unused))
 
     def enter(self, row: str, token_ids: Sequence[int]) -> int:
-        """Give places to the tokens of a new row, and return how many need no reading (all but one at most)."""
+        """Assign places to a new row's tokens, and return how many of them (not the last one) need not be read."""
         tokens = np.array(token_ids, np.int32)
         other, length = self._longest_start(tokens)
         places = np.empty(0, np.int64) if other is None else self._held(other).places[:length]
@@ -102,7 +103,7 @@ class TokenCache:
         return length
 
     def leave(self, rows: Iterable[str]) -> None:
-        """Let rows end, whose tokens stay until their places are needed."""
+        """Let rows end. Their tokens stay in the cache until their places are needed."""
         for row in rows:
             held = self._ended[row] = self._running.pop(row)
             self._users[held.places] -= 1
@@ -117,16 +118,16 @@ class TokenCache:
             self._drop_oldest()
 
     def release(self) -> None:
-        """Free the memory if no row runs, until the next pass allocates it again."""
+        """Free the memory if no row runs. The next pass allocates it again."""
         if not self._running:
             self.clear()
             self._layers.clear()
 
     def read(self, rows: Mapping[str, Sequence[int]]) -> CachedPass:
-        """Append tokens to running rows, and describe the pass that reads all their new tokens.
+        """Append tokens to running rows, and describe the pass that reads all of their new tokens.
 
         Args:
-            rows: tokens to append to each row; none if it has just entered.
+            rows: Tokens to append to each row. A row that has just entered has none.
         """
         for row, token_ids in rows.items():
             self._extend(self._running[row], np.array(token_ids, np.int32))
@@ -151,7 +152,7 @@ class TokenCache:
         return self._running[row] if row in self._running else self._ended[row]
 
     def _longest_start(self, tokens: NDArray[np.int32]) -> tuple[str | None, int]:
-        """Return the row with the most first tokens of `tokens`, but not the last one, and their number."""
+        """Return the row that shares the most first tokens with `tokens`, and their number, without the last token."""
         best, length, most = None, 0, len(tokens) - 1
         for row, held in chain(self._running.items(), self._ended.items()):
             reach = min(most, len(held.tokens))
@@ -184,23 +185,23 @@ class TokenCache:
 
 
 MOST_ROWS = 256
-"""Most rows in one pass: their scores, `[rows, V]`, are in memory together."""
+"""Largest number of rows in one pass. Their logits, `[rows, V]`, are in memory at the same time."""
 MOST_NEW_TOKENS = 8192
-"""Tokens of admitted rows in one pass, whose activations are in memory together; one longer row is read alone."""
+"""Number of tokens of admitted rows in one pass, because activations take memory. A longer row is read alone."""
 _SPARE = 0.01
-"""Share of the cache that admission leaves free, so that the rows can grow before one has to wait again."""
+"""Share of the cache that admission leaves free, so that running rows can grow before one has to wait again."""
 
 
 class ContinuousEngine(RowsEngine):
     """A `RowsEngine` whose cache holds the tokens of any rows.
 
     Args:
-        settings: context limit and tokenizer.
-        vocab_size: number of token ids that prompts may hold.
-        cache: places of the tokens.
+        settings: Context limit and tokenizer.
+        vocab_size: Number of token ids that prompts may hold.
+        cache: Cache that assigns places to tokens.
 
     Raises:
-        GenerationError: a row of the longest length does not fit into the cache.
+        GenerationError: A row of the longest length does not fit into the cache.
     """
 
     def __init__(self, settings: EngineSettings, vocab_size: int, cache: TokenCache) -> None:
@@ -219,7 +220,7 @@ class ContinuousEngine(RowsEngine):
         """Compute a pass.
 
         Args:
-            rows: the tokens that each row goes on with; none if it has just entered.
+            rows: Tokens that each row continues with. A row that has just entered has none.
 
         Returns:
             `[b, V]` logits after the last token of each row.
@@ -239,7 +240,7 @@ class ContinuousEngine(RowsEngine):
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
-        """See `SteppedEngine.step`. An active row has all but its last token in the cache."""
+        """See `SteppedEngine.step`. All tokens of an active row but the last one are in the cache."""
         is_full = self._make_room()
         rows = {row.request_id: row.token_ids[-1:] for row in self._active}
         rows |= {} if is_full else self._admitted()
@@ -250,7 +251,7 @@ class ContinuousEngine(RowsEngine):
         return self.take_finished(list(self._active))
 
     def _make_room(self) -> bool:
-        """Take out the newest rows until the others can grow by a token, and return whether there were any."""
+        """Preempt the newest rows until all others can grow by a token, and return whether any row was preempted."""
         taken_out = []
         while len(self._active) > self._cache.room:
             taken_out.append(self._active.pop())
@@ -260,7 +261,7 @@ class ContinuousEngine(RowsEngine):
         return bool(taken_out)
 
     def _admitted(self) -> dict[str, list[int]]:
-        """Let the first waiting rows enter for which there is room (see `read`)."""
+        """Let the first waiting rows enter that fit into the cache, and return them in the form of `read`."""
         admitted: dict[str, list[int]] = {}
         left, most_new = len(self._active) + int(_SPARE * self._cache.num_places), MOST_NEW_TOKENS
         for row in self._waiting[: MOST_ROWS - len(self._active)]:

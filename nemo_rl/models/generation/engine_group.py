@@ -1,6 +1,6 @@
-"""Control several engines: distribute requests, gather results, and replace engines that die.
+"""Control several engines: distribute requests, collect results, and replace engines that die.
 
-Map (all of this runs on the rollout event loop, see `experience.event_loop`, unless it says otherwise):
+The following runs on the rollout event loop (see `experience.event_loop`), unless it says otherwise:
 
     generate() ─► choose an engine ─► its outbox ─► _flush (next tick, one call per engine) ─► worker.submit
     generate() cancelled (deadline, another sample failed) ─► _flush ─► worker.abort
@@ -12,10 +12,10 @@ Map (all of this runs on the rollout event loop, see `experience.event_loop`, un
     a revival fails ─► the group has ended: waiting and later requests raise the reason
     the training thread finds a dead engine (`with_replacements`) ─► revive_dead, then the call again
 
-An engine has one worker or several (`interfaces.engine_of`). Requests go to the first one, and if any worker dies, the
-engine is dead. Both threads hold `exclusively` while they replace engines or move weights, so a dead engine that both
-find is replaced once. Invariant: a request is answered exactly once, with the same tokens whichever engine serves it; a
-request that no caller waits for is aborted in its engine.
+An engine has one worker or several (`interfaces.engine_of`). Requests go to the first worker. If any worker dies, the
+engine is dead. A thread holds `exclusively` while it replaces engines or moves weights, so a dead engine that two
+threads find is replaced once. Invariants: a request is answered exactly once, with the same tokens whichever engine
+serves it. A request that no caller waits for is aborted in its engine.
 """
 
 import asyncio
@@ -67,22 +67,23 @@ _REVIVAL_END_S = 10.0
 """Seconds that `shutdown` waits for a revival that it has interrupted."""
 
 _BUSY_FACTOR = 4
-"""Factor by which an engine may be silent for longer while its process computes."""
+"""Factor by which the allowed time of silence is longer for an engine whose process computes."""
 _BUSY_SHARE = 0.1
-"""Share of a core that a computing process uses at least."""
+"""Share of a core that a process uses at least if it computes."""
 
 
 class EngineGroup(GenerationInterface):
     """Engines that share one `generate`, for one event loop at a time.
 
     Args:
-        workers: the group of all `GenerationWorker`s.
-        setup_timeout_s: seconds to wait for the start of an engine.
-        max_restarts: number of dead engines that the run replaces.
-        turn_timeout_s: seconds to wait for another thread in `exclusively`; None is `setup_timeout_s`.
-        workers_per_engine: see `EngineSettings.num_workers`; also an attribute.
-        silence_s: seconds that an engine with open requests may be silent.
-        num_engines_file: file with the number of engines; see `members`. None: all engines run.
+        workers: Group of all `GenerationWorker`s.
+        setup_timeout_s: Time limit for the start of an engine, in seconds.
+        max_restarts: Number of dead engines that the run replaces.
+        turn_timeout_s: Time limit for waiting for another thread in `exclusively`, in seconds. If None,
+        `setup_timeout_s`.
+        workers_per_engine: See `EngineSettings.num_workers`. It is also an attribute.
+        silence_s: Seconds that an engine with open requests may be silent.
+        num_engines_file: File with the number of engines, see `members`. If None, all engines run.
     """
 
     def __init__(
@@ -96,10 +97,10 @@ class EngineGroup(GenerationInterface):
         num_engines_file: Path | None = None,
     ):
         self.workers = workers
-        """The worker group; `algorithms.rollout.refit` moves weights through it."""
+        """The worker group. `algorithms.rollout.refit` also moves weights through it."""
         self.weight_version = 0
         self.load_weights: Callable[[], None] | None = None
-        """Loads the current weights into new engines; set by `algorithms.rollout.refit`."""
+        """Function that loads the current weights into new engines. It is set by `algorithms.rollout.refit`."""
         self.workers_per_engine = workers_per_engine
         self._setup_timeout_s = setup_timeout_s
         self._turn_timeout_s = turn_timeout_s or setup_timeout_s
@@ -123,7 +124,7 @@ class EngineGroup(GenerationInterface):
 
     @property
     def _running(self) -> list[Member]:
-        """The engines that take part in syncs: the first ones."""
+        """The engines that take part in syncs. They are the first ones of all engines."""
         return [member for member in self._members if not member.is_away]
 
     @property
@@ -142,7 +143,7 @@ class EngineGroup(GenerationInterface):
         return self.num_restarts + (self._scaling.num_changes if self._scaling else 0)
 
     def call_all(self, method: str, *args: Any, workers: Sequence[int] | None = None) -> MultiWorkerFuture:
-        """Call a method on all workers of the running engines, or on some of them."""
+        """Call a method on all workers of the running engines, or only on the given workers."""
         return self.workers.run_all_workers_single_data(method, *args, workers=workers or range(self.num_workers))
 
     def of_engines[T](self, of_workers: Sequence[T]) -> list[T]:
@@ -150,13 +151,13 @@ class EngineGroup(GenerationInterface):
         return [of_workers[member.ranks[0]] for member in self._running]
 
     def follow_number(self) -> None:
-        """Let engines begin to leave or to join, if the run has a file with their number."""
+        """Let engines begin to leave or to join, if a file holds the number of engines."""
         if self._scaling is not None:
             self._scaling.follow()
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Let engines leave and join around a block (under `exclusively`) that gives all of them current weights."""
+        """Let engines leave before and join after a block (under `exclusively`) that gives all engines new weights."""
         if self._scaling is None:
             yield
             return
@@ -200,7 +201,7 @@ class EngineGroup(GenerationInterface):
         return [found.get(id(request)) for request in requests]
 
     def _enter_loop(self) -> None:
-        """Serve the caller's event loop, and drop requests that an earlier loop has left unfinished."""
+        """Serve the caller's event loop. Requests that an earlier loop has left unfinished are dropped."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop, self._flush_is_due = loop, False
@@ -212,7 +213,7 @@ class EngineGroup(GenerationInterface):
             raise self._end
 
     def _give_up(self, member: Member, request_id: str) -> None:
-        """Drop a request that no caller waits for, or abort it if it was sent."""
+        """Drop a request that no caller waits for. If it was sent, abort it in the engine."""
         if member.unfinished.pop(request_id, None) is None:
             return
         unsent = [item for item in member.outbox if item[0] != request_id]
@@ -256,7 +257,7 @@ class EngineGroup(GenerationInterface):
         watcher.add_done_callback(self._watchers.discard)
 
     async def _watch(self, member: Member, call: Any) -> None:
-        """Check that an engine accepted a call, while `_collect` handles dead engines."""
+        """Check that an engine accepted a call. Dead engines are handled by `_collect`."""
         try:
             await call
         except WORKER_DEATHS:
@@ -268,8 +269,8 @@ class EngineGroup(GenerationInterface):
         return self.workers.run_single_worker_single_data(method, rank, *args)
 
     async def _collect(self, member: Member, waits: Waits) -> None:
-        """Take results from one engine until none is pending."""
-        # Drop polls of earlier engines: a death that another thread saw does not concern the pending requests.
+        """Collect results from one engine until no request is pending."""
+        # Polls of earlier engines are dropped: if another thread saw a death, it does not concern the pending requests.
         member.polls = {rank: poll for rank, poll in member.polls.items() if poll[0] == member.num_starts}
         while member.unfinished:
             try:
@@ -297,7 +298,7 @@ class EngineGroup(GenerationInterface):
                 member.answer(request_id, result, now)
 
     async def _first_to_answer(self, member: Member, waits: Waits) -> int:
-        """Return the worker of an engine whose call of `collect` ends first, with results or because it died."""
+        """Return the worker of an engine whose call of `collect` ends first, with results or by the worker's death."""
         clock = asyncio.get_running_loop().time
         for rank in member.ranks:
             if rank not in member.polls:
@@ -353,7 +354,7 @@ class EngineGroup(GenerationInterface):
         return reason
 
     def _revive(self, member: Member, called: int, cause: Callable[[], str]) -> None:
-        """Replace the `called`-th engine of a member, unless another thread has replaced it already."""
+        """Replace the engine with the `num_starts` `called`, unless another thread has replaced it already."""
         with self.exclusively():
             self._refuse_at_the_end()
             if member.num_starts == called:
@@ -364,7 +365,7 @@ class EngineGroup(GenerationInterface):
 
     @contextmanager
     def exclusively(self) -> Iterator[None]:
-        """Keep other threads from replacing engines and moving weights, while the same thread may nest this.
+        """Keep other threads from replacing engines and moving weights. The same thread may enter again.
 
         Raises:
             DeadlineExceededError: another thread did not finish in `turn_timeout_s`.
@@ -380,14 +381,14 @@ class EngineGroup(GenerationInterface):
             self._replacing.release()
 
     def with_replacements[T](self, work: Callable[[], T]) -> T:
-        """Call a function that needs every engine, and call it again after replacing engines that turn out to be dead.
+        """Call a function that needs every engine. If engines turn out to be dead, replace them and call it again.
 
-        The same applies to an engine whose process is stopped when the function misses a deadline. A replacement is
-        awake and has no weights yet.
+        If the function misses a deadline, engines whose processes are stopped (SIGSTOP) are replaced in the same way. A
+        replacement is awake and has no weights yet.
 
         Raises:
-            WorkerDiedError: the run's restarts are used up, or a process other than an engine died.
-            DeadlineExceededError: the function missed a deadline, and no engine is stopped.
+            WorkerDiedError: The run's restarts are used up, or a process other than an engine died.
+            DeadlineExceededError: The function missed a deadline, and no engine's process is stopped.
         """
         with self.exclusively():
             while True:
@@ -410,7 +411,8 @@ class EngineGroup(GenerationInterface):
         for member in self._running:
             calls = MultiWorkerFuture([self._call(rank, "ready") for rank in member.ranks], called_workers=member.ranks)
             try:
-                # Call all workers together: surviving ranks of a dead engine may block on dead peers and never answer.
+                # All workers are called together, because a surviving rank of a dead engine may wait for the dead rank
+                # forever.
                 self.workers.get_all_worker_results(calls, self._setup_timeout_s, "engine check")
             except WorkerDiedError as death:
                 self._replace(member, str(death))
@@ -418,7 +420,7 @@ class EngineGroup(GenerationInterface):
         return num_revived
 
     def replace_engines(self, ranks: Collection[int], reason: str) -> None:
-        """Replace the engines of some workers and give them the current weights, while `exclusively` is held.
+        """Replace the engines of some workers and load the current weights. The caller holds `exclusively`.
 
         Raises:
             WorkerDiedError: the run's restarts are used up.
@@ -437,7 +439,7 @@ class EngineGroup(GenerationInterface):
         return len(stopped)
 
     def reopen(self) -> None:
-        """Accept requests again after a lost policy kept an engine from getting weights, and replace dead engines.
+        """Accept requests again and replace dead engines, after lost policy ranks kept an engine without weights.
 
         Raises:
             WorkerDiedError: the run's restarts are used up, or the engines have been shut down.
@@ -477,7 +479,7 @@ class EngineGroup(GenerationInterface):
         return load_metrics(loads)
 
     def describe_open(self) -> str:
-        """See `GenerationInterface.describe_open`: with the stacks of their workers."""
+        """See `GenerationInterface.describe_open`. The text includes the stacks of the workers."""
         lines = []
         for member in self._members:
             if member.unfinished:
@@ -491,7 +493,7 @@ class EngineGroup(GenerationInterface):
     def shutdown(self) -> None:
         """Kill the engine actors and fail all pending requests.
 
-        A running revival is interrupted; wait for its end for at most 10 s.
+        A running replacement of an engine is interrupted. The wait for its end is at most 10 s.
         """
         self._end = self._end or WorkerDiedError("The generation engines have been shut down.")
         self._flush_from_outside()

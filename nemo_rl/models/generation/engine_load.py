@@ -1,4 +1,4 @@
-"""The load of an engine between two of its reports, and the metrics of all engines.
+"""Define the load of an engine between two of its reports, and the metrics of all engines.
 
 Invariant: counts of consecutive reports add up, so no token is counted twice or lost.
 """
@@ -8,25 +8,25 @@ from typing import NamedTuple
 
 
 class SpeculationCounts(NamedTuple):
-    """Counts of speculative decoding, where a pass is one forward pass of the model for one request."""
+    """Counts of speculative decoding. A pass is one forward pass of the model for one request."""
 
     num_passes: int = 0
-    """Passes that gave tokens, with and without proposals."""
+    """Number of passes that gave tokens, with and without proposals."""
     num_tokens: int = 0
-    """Tokens that they gave."""
+    """Number of tokens that these passes gave."""
     num_drafts: int = 0
-    """Passes that verified proposals."""
+    """Number of passes that verified proposals."""
     num_proposed: int = 0
-    """Proposed tokens."""
+    """Number of proposed tokens."""
     num_accepted: int = 0
-    """Proposed tokens that became tokens of a response."""
+    """Number of proposed tokens that became tokens of a response."""
 
     def plus(self, other: "SpeculationCounts") -> "SpeculationCounts":
         """Add the counts of another engine or of a later time."""
         return SpeculationCounts(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
     def metrics(self) -> dict[str, float]:
-        """Return the rates, with an acceptance rate of 0 without proposals."""
+        """Return the rates. The acceptance rate is 0 without proposals."""
         return {
             "spec_acceptance_rate": self.num_accepted / max(1, self.num_proposed),
             "spec_accepted_length": self.num_accepted / max(1, self.num_drafts),
@@ -39,16 +39,16 @@ class EngineLoad(NamedTuple):
     """Load of an engine since its last report."""
 
     num_preemptions: int = 0
-    """Running requests that were taken out because the key-value cache was full."""
+    """Number of running requests that were preempted because the key-value cache was full."""
     kv_cache_usage: float = 0.0
     """Largest share of the key-value cache in use."""
     max_running: int = 0
-    """Most requests that the engine runs at the same time now; 0: not known."""
+    """Largest number of requests that the engine now runs at the same time. 0 if unknown."""
     speculation: SpeculationCounts | None = None
-    """Counts of speculative decoding; None without it."""
+    """Counts of speculative decoding. None if it is off."""
 
     def plus(self, later: "EngineLoad") -> "EngineLoad":
-        """Add the next report of the same engine."""
+        """Combine this load and the next report of the same engine."""
         return EngineLoad(
             self.num_preemptions + later.num_preemptions,
             max(self.kv_cache_usage, later.kv_cache_usage),

@@ -1,7 +1,7 @@
 """Build the engines of a configuration.
 
-Only this file turns `policy.generation` into `EngineSettings`. Invariant: no engine library is imported here, but only
-in the actors.
+Only this module turns `policy.generation` into `EngineSettings`. Invariant: engine libraries are imported only in the
+actors, not here.
 """
 
 from dataclasses import replace
@@ -29,7 +29,7 @@ from nemo_rl.utils.named_parts import check_own_keys
 _WORKER = "nemo_rl.models.generation.worker.GenerationWorker"
 _CPU_KV_CACHE_BYTES = 256 << 20
 _CPU_BLOCK_TOKENS = 128
-"""Tokens in a block of vLLM's cache on the CPU."""
+"""Number of tokens in a block of vLLM's cache on the CPU."""
 _CONCURRENT_CALLS = 64
 
 
@@ -37,7 +37,8 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
     """Build the settings of the engine that `policy.generation` describes.
 
     Args:
-        load_weights: load the checkpoint at the start (evaluation); training syncs weights instead.
+        load_weights: Whether the engine loads the checkpoint at the start (evaluation). In training, weights are synced
+        instead.
 
     Raises:
         ConfigError: `policy.generation` is missing.
@@ -81,7 +82,7 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
 
 
 def _cpu_kv_cache_bytes(policy: PolicyConfig, generation: GenerationConfig) -> int:
-    """Size the cache, up to 256 MiB, for twice the sequences that may run at once, so that none is evicted."""
+    """Return the cache size for twice the sequences that may run at once, so that none is evicted, up to 256 MiB."""
     sequences = engine_kind(generation.backend).cpu_sequences
     if sequences is None:
         return _CPU_KV_CACHE_BYTES
@@ -108,11 +109,11 @@ def engine_precision(policy: PolicyConfig) -> str:
 
 
 def check_engine_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
-    """Refuse an engine that does not exist, or a model that it cannot serve, without starting engine or worker.
+    """Refuse an engine that does not exist, or a model that it cannot serve. No engine or worker is started.
 
     Raises:
-        ConfigError: `policy.generation.backend` names a class that cannot be imported, or the engine's own check
-            refuses the model; the model has no part for text alone; or the experts of the model cannot be reported
+        ConfigError: `policy.generation.backend` names a class that cannot be imported, the engine's own check refuses
+            the model, the model has no part for text alone, or the experts of the model cannot be reported
             (`policy.router_replay`).
     """
     if policy.generation is None:
@@ -142,7 +143,7 @@ def check_engine_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
 
 
 def _check_router_replay(policy: PolicyConfig) -> None:
-    """Refuse router replay for an engine that reports no experts, and for a model without experts."""
+    """Refuse router replay if the engine reports no experts or the model has none."""
     if not policy.router_replay.enabled:
         return
     backend = policy.sampling.backend
@@ -163,11 +164,11 @@ def sampling_params(policy: PolicyConfig, eos_token_id: int | None, *, validatio
     """Build the sampling parameters of training or validation.
 
     Args:
-        eos_token_id: the tokenizer's end of sequence; `stop_token_ids` adds other ids that end a response.
-        validation: use the `val_*` keys.
+        eos_token_id: The tokenizer's end-of-sequence token. `stop_token_ids` adds other ids that end a response.
+        validation: Whether the `val_*` keys are used.
 
     Raises:
-        ConfigError: the model cannot be found.
+        ConfigError: The model cannot be found.
     """
     generation = policy.sampling
     top_k = generation.val_top_k if validation else generation.top_k
@@ -192,18 +193,19 @@ def make_engines(
     name_prefix: str | None = None,
     samples: int = 0,
 ) -> EngineGroup:
-    """Start one worker on every bundle, and block until all are built.
+    """Start one worker on every bundle, and block until all engines are built.
 
     Args:
-        settings: settings of each engine.
-        where: the bundles; an engine's workers are on one machine or take whole ones (`config.rules.engines`).
-        cluster: deadlines and restarts.
-        num_engines_file: `policy.generation.num_engines_file`.
-        name_prefix: beginning of the names of the workers; None: the backend.
-        samples: samples of a training step, of all engines together; 0: not known.
+        settings: Settings of each engine.
+        where: The bundles. The workers of an engine are on one machine, or take whole machines
+        (`config.rules.engines`).
+        cluster: Section with time limits and restarts.
+        num_engines_file: Value of `policy.generation.num_engines_file`.
+        name_prefix: Beginning of the names of the workers. If None, the backend.
+        samples: Number of samples of a training step for all engines together. 0 if unknown.
 
     Raises:
-        ConfigError: the bundles of the machines do not divide into engines.
+        ConfigError: The bundles of the machines cannot be divided into engines.
     """
     counts, size = where.bundle_counts, settings.num_workers
     wrong = misplaced(settings.tensor_parallel_size, size, counts)

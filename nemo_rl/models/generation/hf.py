@@ -1,9 +1,7 @@
-"""Run a plain Hugging Face model as an `Engine`, which decodes one batch after another.
+"""Run a plain Hugging Face model as an `Engine`, with left-padded batches and the cache of `transformers`.
 
-Run a plain Hugging Face model as an `Engine`, with left-padded batches and the cache of `transformers`.
-
-Decode one batch after another. When the engine is idle, all waiting requests form a batch; later requests wait for the
-next one. The rows of a batch end in the same column and grow together until the last one is finished. The engine is
+The engine decodes one batch after another. When it is idle, all waiting requests form a batch. Later requests wait for
+the next batch. The rows of a batch end in the same column and grow together until all are finished. The engine is
 simple, small and exact, but slow.
 """
 
@@ -29,21 +27,21 @@ from nemo_rl.utils.errors import ConfigError, GenerationError
 
 
 class FurtherInputs(NamedTuple):
-    """Rows of a batch with their inputs next to the tokens."""
+    """Rows of a batch with their inputs besides the tokens."""
 
     tokens: list[list[int]]
-    """Prompt and response so far of each row."""
+    """Tokens of the prompt and the response so far, for each row."""
     column: list[RowInputs]
     """Inputs of each row."""
 
 
 class BatchedEngine(RowsEngine):
-    """A `RowsEngine` with a cache for one batch and the arguments of `RowsEngine`."""
+    """A `RowsEngine` with a cache for one batch."""
 
     def __init__(self, settings: EngineSettings, vocab_size: int) -> None:
         super().__init__(settings, vocab_size)
         self._next_ids: list[int] | None = None
-        """Token ids that the rows read next; None: all their tokens."""
+        """Token ids that the rows read next. If None, they read all of their tokens."""
 
     @property
     def further_inputs(self) -> FurtherInputs | None:
@@ -55,11 +53,11 @@ class BatchedEngine(RowsEngine):
 
     @abstractmethod
     def read(self, rows: list[list[int]]) -> Tensor:
-        """Start a batch of rows, given by their tokens, free the previous one, and return `[b, V]` next logits."""
+        """Free the previous batch, start a batch of rows with these tokens, and return `[b, V]` logits."""
 
     @abstractmethod
     def advance(self, token_ids: list[int]) -> Tensor:
-        """Read one more token of each row, and return `[b, V]` logits of the next one."""
+        """Read one more token of each row, and return `[b, V]` logits of the next tokens."""
 
     @abstractmethod
     def forget(self) -> None:
@@ -82,7 +80,7 @@ class BatchedEngine(RowsEngine):
         return self.take_finished(written)
 
     def drop_finished(self) -> None:
-        """See `RowsEngine.drop_finished`. Rows stay in the batch until its last one is finished."""
+        """See `RowsEngine.drop_finished`. Rows stay in the batch until all of them are finished."""
         if all(row.finish_reason is not None for row in self._active):
             self._active, self._next_ids = [], None
             self.forget()
@@ -155,7 +153,7 @@ class HfEngine(BatchedEngine):
         return self._logits(torch.tensor(token_ids)[:, None])
 
     def _place(self, further: FurtherInputs, width: int) -> None:
-        """Set the positions of the tokens that are read next, if any row computes its own."""
+        """Set the positions of the tokens that are read next, if a row has its own position rule."""
         if has_position_rule(further.column):
             rows = [torch.tensor(tokens) for tokens in further.tokens]
             num_read = self._position_ids.shape[-1]
@@ -183,7 +181,7 @@ class HfEngine(BatchedEngine):
         self._received, self._held = set(), {}
 
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """See `Engine.load_tensors`. Tensors with another shape in the model are kept until all have arrived."""
+        """See `Engine.load_tensors`. Tensors that the model stores in another form are kept until all have arrived."""
         if converts(self._model):
             self._held |= {name: tensor.clone() for name, tensor in tensors}
         else:

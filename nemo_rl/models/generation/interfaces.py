@@ -1,7 +1,7 @@
-"""The interface of generation engines, their requests and their results.
+"""Define the interface of generation engines, their requests and their results.
 
-Rollouts call `GenerationInterface` in the controller; engines implement `Engine` in an actor. Invariant: token ids and
-log-probabilities come from the engine once and are never tokenised again.
+Rollouts call `GenerationInterface` in the controller. Engines implement `Engine` in an actor. Invariant: token ids and
+log-probabilities come from the engine and are never computed by tokenising a text again.
 """
 
 from abc import ABC, abstractmethod
@@ -33,13 +33,13 @@ COLLECT_POLL_S = 60.0
 
 
 class Grammar(NamedTuple):
-    """The form of a response: tokens that would break it are never drawn."""
+    """The required form of a response. Tokens that would break it are never drawn."""
 
     kind: GrammarKind
     """Kind of the definition: "json" (a JSON schema), "regex", "choice" (a JSON list of texts), or "grammar" (EBNF or
     Lark)."""
     definition: str
-    """Text of that kind."""
+    """Text of the definition."""
 
 
 @dataclass(frozen=True)
@@ -47,24 +47,25 @@ class SamplingParams:
     """Sampling of one response."""
 
     temperature: float = 1.0
-    """Softmax temperature; 0 means greedy."""
+    """Softmax temperature. 0 means greedy."""
     top_k: int | None = None
-    """Keep the k most likely tokens, None for all."""
+    """Number of the most likely tokens that are kept. None keeps all."""
     top_p: float = 1.0
-    """Keep the smallest set of tokens with this probability mass."""
+    """Probability mass of the smallest set of tokens that is kept."""
     max_new_tokens: int = 512
     """Response limit in tokens."""
     stop_token_ids: tuple[int, ...] = ()
-    """Ids that end a response; the id stays in the response."""
+    """Ids that end a response. The id that ends it stays in the response."""
     stop_strings: tuple[str, ...] = ()
-    """Texts that end a response; their tokens stay in the response."""
+    """Texts that end a response. Their tokens stay in the response."""
     bad_words: tuple[str, ...] = ()
-    """Texts that the response may not contain: the last token of one is never drawn after its other tokens."""
+    """Texts that the response may not contain. The last token of such a text is never drawn after its other tokens."""
     grammar: Grammar | None = None
-    """Form of the response; None: any. Only engines with `accepts_grammars` get one."""
+    """Required form of the response, or None. Only engines with `accepts_grammars` get one."""
     scores_policy: bool = True
-    """Log-probabilities of a response with a grammar are those of the policy, without the grammar and at temperature 1
-    without any filter, which training needs; False: those of the distribution that was drawn from."""
+    """Whether the log-probabilities of a response with a grammar are those of the policy: without the grammar, at
+    temperature 1 and without any filter. Training needs these. If false, they are those of the distribution that was
+    drawn from."""
 
     @property
     def draws_from_policy(self) -> bool:
@@ -74,7 +75,7 @@ class SamplingParams:
 
     @property
     def is_read_again(self) -> bool:
-        """True if the engine reads a response again to score it, which takes one more token of the context."""
+        """True if the engine reads the response once more to score it, which takes one more token of the context."""
         return self.grammar is not None and self.scores_policy
 
 
@@ -84,9 +85,9 @@ class ServedBy(NamedTuple):
     engine: int
     """Index of the engine."""
     num_starts: int
-    """Engines that had run at this index by then; another number means that it was replaced."""
+    """Number of engines that had been started at this index. A different number means that the engine was replaced."""
     weight_version: int
-    """Version of the weights that it had at the end of the response."""
+    """Version of the engine's weights at the end of the response."""
 
 
 @dataclass(frozen=True)
@@ -94,26 +95,26 @@ class GenerationRequest:
     """One prompt to continue once."""
 
     prompt_token_ids: list[int]
-    """The whole prefix, never empty."""
+    """All tokens before the response, at least one."""
     sampling: SamplingParams
-    """How to sample."""
+    """Sampling parameters."""
     seed: int
-    """Non-negative 63-bit seed; the same request with the same weights and seed gives the same response, whatever other
+    """Non-negative 63-bit seed. The same request with the same weights and seed gives the same response, whatever other
     requests run at the same time."""
     prefix_at: ServedBy | None = None
-    """The `served_by` of the response that the prompt ends with, in a conversation of several turns; that engine may
+    """In a conversation of several turns, the `served_by` of the response that the prompt ends with. That engine may
     still hold the keys and values of the prompt. None for a first turn."""
     row_inputs: RowInputs | None = None
-    """Inputs of the model next to the tokens; None for most models."""
+    """Inputs of the model besides the tokens. None for most models."""
     chat: ChatInput | None = None
-    """The messages of the prompt; only for a group with `GenerationInterface.reads_chats`."""
+    """The messages of the prompt. Only a group with `GenerationInterface.reads_chats` gets them."""
 
 
 class VersionSpan(NamedTuple):
     """A span of tokens that were sampled with weights of one version."""
 
     start: int
-    """Index of its first token; the span ends at the next span or at the end of the response."""
+    """Index of the span's first token. The span ends at the next span or at the end of the response."""
     version: int
     """Version of the weights."""
 
@@ -122,44 +123,43 @@ class VersionSpan(NamedTuple):
 class GenerationResult:
     """One response.
 
-    Its arrays are sent as bytes. At the receiver they may be read-only views of Ray's shared memory, which stays
-    allocated as long as they exist.
+    Arrays are sent as bytes. At the receiver they may be read-only views of Ray's shared memory, which stays allocated
+    as long as the arrays exist.
     """
 
     token_ids: NDArray[np.int32]
-    """[n] response tokens, stop token included."""
+    """[n] response tokens, including the stop token."""
     logprobs: NDArray[np.float32]
-    """[n] log-probability of each response token under the distribution it was drawn from (after bad words,
-    temperature, top-k and top-p). With a grammar see `SamplingParams.scores_policy`; the policy's are then all of the
-    weights that scored the complete answer, `scored_by`."""
+    """[n] log-probability of each response token under the distribution that it was drawn from (after bad words,
+    temperature, top-k and top-p). For a response with a grammar, see `SamplingParams.scores_policy`. If it asks for the
+    policy's log-probabilities, the weights `scored_by` computed all of them from the complete response."""
     finish_reason: FinishReason
     """Reason of the end: "stop" (a stop id or string), "length", or "abort" (ended by `Engine.abort`)."""
     weight_versions: list[VersionSpan]
     """Spans from token 0 on, with rising start and version. There are several if weights were updated during the
-    response. Each token's log-probability is that of its span's weights, given all earlier tokens; answers with a
-    grammar see `logprobs`."""
+    response. The log-probability of a token is computed by the weights of its span from all earlier tokens. For
+    responses with a grammar, see `logprobs`."""
     error: str | None = None
-    """Why the engine refused the request; then there are no tokens and no spans."""
+    """Why the engine refused the request. A refused request has no tokens and no spans."""
     text: str | None = None
-    """Text of the tokens, as `responses.sampled_text` makes it, so that engines decode instead of the controller; None:
-    the
-    reader decodes."""
+    """Text of the tokens, as `responses.sampled_text` makes it. The engine decodes so that the controller need not. If
+    None, the reader decodes."""
     served_by: ServedBy | None = None
-    """The engine that wrote it; set by the group of engines."""
+    """The engine that wrote the response. It is set by the group of engines."""
     answer: ChatAnswer | None = None
-    """The answer of a group with `GenerationInterface.reads_chats`, whose tokens are not known: `token_ids` are those
-    of `remote.chats`, and `logprobs` are NaN."""
+    """The answer, if the group has `GenerationInterface.reads_chats`. Its tokens are not known: `token_ids` are those
+    of the tokenizer of `remote.chats`, and `logprobs` are NaN."""
     scored_by: int | None = None
-    """Version of the weights that gave all log-probabilities, if the response was read again; it is newer than
-    `weight_versions` where weights were updated before that."""
+    """Version of the weights that computed all log-probabilities, if the response was read again for this. It is newer
+    than `weight_versions` if weights were updated in between."""
     routed_experts: NDArray[np.signedinteger[Any]] | None = None
     """[P + n, L, k] signed integers: the k experts that each of L layers chose for the P tokens of the prompt and the n
-    of the response, -1 for a token that the engine did not report, such as the last one; None unless
+    tokens of the response. They are -1 for a token that the engine did not report, such as the last one. None unless
     `EngineSettings.reports_experts`."""
 
     @property
     def num_scored_later(self) -> int:
-        """Number of tokens whose log-probability is of newer weights than the weights that wrote the tokens."""
+        """Number of tokens whose log-probability was computed by newer weights than those that wrote the token."""
         if self.scored_by is None:
             return 0
         same = (span.start for span in self.weight_versions if span.version == self.scored_by)
@@ -173,7 +173,7 @@ class GenerationResult:
 
 @dataclass(frozen=True, eq=False)
 class ResponseSoFar:
-    """The first part of a response, with the attributes of `GenerationResult`."""
+    """The first part of a response. Its attributes are those of `GenerationResult`."""
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
@@ -188,7 +188,7 @@ class ResponseSoFar:
         return len(self.token_ids)
 
     def followed_by(self, rest: "ResponseSoFar | GenerationResult") -> "ResponseSoFar":
-        """Join this part and the one after it."""
+        """Join this part and the part after it."""
         spans = [VersionSpan(len(self) + start, version) for start, version in rest.weight_versions]
         if self.weight_versions and spans and spans[0].version == self.weight_versions[-1].version:
             spans = spans[1:]
@@ -205,7 +205,7 @@ class Collected(NamedTuple):
     results: list[tuple[str, GenerationResult]]
     """Finished requests by id."""
     load: EngineLoad | None = None
-    """Since the last report; None if the engine cannot tell."""
+    """Load since the last report. None if the engine cannot tell."""
 
 
 @dataclass(frozen=True)
@@ -223,69 +223,69 @@ class EngineSettings:
     precision: str
     """Number format: "float32", "bfloat16" or "float16"."""
     max_model_len: int
-    """Context limit in tokens, prompt and response."""
+    """Context limit: largest number of tokens of prompt and response."""
     kv_cache_bytes: int | None = None
-    """Key-value cache size; None lets the engine take `gpu_memory_utilization`."""
+    """Size of the key-value cache in bytes. If None, the engine uses `gpu_memory_utilization`."""
     gpu_memory_utilization: float = 0.6
     """Share of GPU memory for the engine."""
     enforce_eager: bool = True
-    """No graph capture and no compilation."""
+    """Whether graph capture and compilation are off."""
     can_sleep: bool = False
     """Whether memory is freed between generation phases (colocated GPUs)."""
     sleep_level: int = 1
-    """1 to keep the weights in host memory while asleep, 2 to drop them."""
+    """1 to keep the weights in host memory while the engine sleeps, 2 to drop them."""
     load_weights: bool = False
-    """Load the checkpoint at the start; False: the first weight sync provides the weights."""
+    """Whether the engine loads the checkpoint at the start. If not, the first weight sync provides the weights."""
     seed: int = 0
-    """Engine seed; requests carry their own."""
+    """Seed of the engine. Requests have their own seeds."""
     tensor_parallel_size: int = 1
-    """Ranks that divide each layer of one engine."""
+    """Number of ranks that divide each layer of one engine."""
     pipeline_parallel_size: int = 1
-    """Stages that divide the layers of one engine."""
+    """Number of stages that divide the layers of one engine."""
     expert_parallel_size: int = 1
-    """Ranks that divide the experts of a layer; 1, or those of a stage in all replicas."""
+    """Number of ranks that divide the experts of a layer: 1, or the number of ranks of a stage in all replicas."""
     hf_overrides: dict[str, Any] = field(default_factory=dict)
     """Changes to the model's Hugging Face config."""
     quantization: WeightQuantization | None = None
-    """Weights that arrive in float8; `precision` is that of everything else. None: no weights."""
+    """Conversion of weights that are sent in float8. All else has the format `precision`. None without float8."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Passed to the engine unchanged (`vllm_kwargs`, and for vLLM the keys of `vllm_cfg`; for Megatron Core
-    `megatron_cfg`, that section of the policy)."""
+    """Arguments that are passed to the engine unchanged: `vllm_kwargs`, for vLLM also keys of `vllm_cfg`, and for
+    Megatron Core `megatron_cfg`, the policy's section of this name."""
     env_vars: dict[str, str] = field(default_factory=dict)
     """Further environment variables of the engine's processes."""
     recomputes_cache: bool = True
-    """Compute keys and values of running requests again with new weights."""
+    """Whether keys and values of running requests are computed again with new weights."""
     workers_on_machine: int = 1
-    """Workers of all engines on one machine, which share its cores."""
+    """Number of workers of all engines on one machine. They share its cores."""
     samples: int = 0
-    """Samples of a training step that this engine gets, if all engines get as many; 0: not known."""
+    """Number of samples of a training step that this engine gets if all engines get the same number. 0 if unknown."""
     optimizations: Choice = "auto"
     """Value of `cluster.optimizations`."""
     reports_experts: bool = False
     """Return the experts that each layer chose for each token (`GenerationResult.routed_experts`)."""
     draft: DraftShape | None = None
-    """Sizes of the draft model that is trained with the policy; None: there is none."""
+    """Sizes of the draft model that is trained with the policy. None without such a model."""
     trains_mtp: bool = False
-    """Proposals come from the policy's layers for multi-token prediction, which every sync sends."""
+    """Whether proposals come from the policy's own layers for multi-token prediction, which every sync sends."""
 
     @property
     def num_replicas(self) -> int:
-        """The replicas of the layers other than experts in one engine, each with its own requests."""
+        """The number of replicas of all layers but the experts in one engine. Each replica has its own requests."""
         return max(1, self.expert_parallel_size // self.tensor_parallel_size)
 
     @property
     def replica_size(self) -> int:
-        """The worker processes of one replica."""
+        """The number of worker processes of one replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def num_workers(self) -> int:
-        """The number of worker processes of one engine, each with its device (see `engine_of`)."""
+        """The number of worker processes of one engine. Each process has its own device (see `engine_of`)."""
         return self.num_replicas * self.replica_size
 
 
 def engine_of(rank: int, num_workers: int) -> tuple[int, int]:
-    """Return the engine of a worker process. Only this function defines how engines map to ranks of their group.
+    """Return the engine of a worker process. Only this function defines which ranks belong to which engine.
 
     Args:
         rank: rank of the process among all processes of all engines.
@@ -300,15 +300,16 @@ def engine_of(rank: int, num_workers: int) -> tuple[int, int]:
 class Engine(Protocol):
     """A continuous-batching engine, called from one asyncio loop and constructed with `EngineSettings` only.
 
-    The protocol leaves open where it computes: in this process between two calls (`stepped.SteppedEngine`), in its own
-    processes or on its own devices, or on a server. A class that reads `GenerationRequest.row_inputs` sets
-    `accepts_inputs = True`; the others never get requests with such inputs (`registry.engine_rows`). Likewise only a
-    class with `accepts_grammars = True` gets requests with `SamplingParams.grammar`, and only one with
-    `reports_experts = True` is asked for them (`EngineSettings.reports_experts`).
+    The protocol does not say where the engine computes: in this process between two calls (`stepped.SteppedEngine`), in
+    its own processes, on its own devices, or on a server. A class that reads `GenerationRequest.row_inputs` sets
+    `accepts_inputs = True`. All other classes never get requests with such inputs (`registry.engine_rows`). In the same
+    way, only a class with `accepts_grammars = True` gets requests with `SamplingParams.grammar`, and only a class with
+    `reports_experts = True` is asked for experts (`EngineSettings.reports_experts`).
 
-    A class may have a method `take_load() -> EngineLoad | None`, and a coroutine function `responses_so_far(ids) ->
-    dict[str, ResponseSoFar]`, which returns the tokens sampled so far for those of the requests that run, and does not
-    end them. Without it, a resumed run samples responses that a checkpoint found unfinished from their start.
+    A class may have a method `take_load() -> EngineLoad | None`. It may also have a coroutine function
+    `responses_so_far(ids) -> dict[str, ResponseSoFar]`, which returns the tokens sampled so far by those of the
+    requests that run, and lets the requests continue. Without this function, a resumed run samples responses that were
+    unfinished in a checkpoint from their start.
     """
 
     def generate(self, request_id: str, request: GenerationRequest) -> Awaitable[GenerationResult]:
@@ -334,14 +335,14 @@ class Engine(Protocol):
         """Load some tensors under Hugging Face names, unchanged until `finish_weight_update` has returned."""
 
     async def finish_weight_update(self, version: int) -> list[str]:
-        """Activate the new weights, and return the engine parameters that received nothing.
+        """Activate the new weights, and return the names of the engine's parameters that were not loaded.
 
-        Running requests continue with the new weights, as if these had read all their tokens: cached keys and values of
-        another version are computed again.
+        Running requests continue with the new weights, as if the new weights had read all of their tokens: keys and
+        values in the cache that were computed with another version are computed again.
         """
 
     async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
-        """Return a prompt's hidden states `[T, D]` float32 after each decoder layer, while no request runs.
+        """Return a prompt's hidden states `[T, D]` float32 after each decoder layer. No request is running.
 
         The list is empty or shorter than the number of layers if the engine cannot provide them.
         """
@@ -355,13 +356,13 @@ class Engine(Protocol):
 
 @runtime_checkable
 class RecordsReads(Protocol):
-    """An `Engine` that can tell which parts of its tensors this process reads."""
+    """An `Engine` that can tell which parts of its tensors are read in this process."""
 
     def record_reads(self) -> None:
         """Record the reads of the next weight update."""
 
     def take_reads(self) -> BlocksByName:
-        """Return what was read since `record_reads`, and stop recording."""
+        """Return the parts that were read since `record_reads`, and stop recording."""
 
 
 class GenerationInterface(ABC):
@@ -373,23 +374,25 @@ class GenerationInterface(ABC):
 
     @abstractmethod
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """Continue one prompt, also in concurrent calls, and end its request in the engine if the call is cancelled.
+        """Continue one prompt. Calls may be concurrent.
+
+        If a call is cancelled, its request is aborted in the engine.
 
         Raises:
-            GenerationError: the engine refused the request (too long, unknown token ids).
-            WorkerDiedError: engines died more often than allowed.
-            NoAnswerError: an endpoint gave no answer; the sample of the request has an error.
+            GenerationError: The engine refused the request (too long, unknown token ids).
+            WorkerDiedError: Engines died more often than allowed.
+            NoAnswerError: An endpoint gave no answer. Only the sample of the request fails.
         """
 
     async def responses_so_far(self, requests: Sequence[GenerationRequest]) -> list[ResponseSoFar | None]:
         """Return the tokens sampled so far for running requests, which continue.
 
         Args:
-            requests: the objects that `generate` was called with.
+            requests: The same objects that `generate` was called with.
 
         Returns:
-            The response so far for each request, without tokens if the group cannot tell; None if the request has been
-            answered meanwhile.
+            The response so far for each request, which has no tokens if the group cannot tell. None if the request has
+            been answered meanwhile.
         """
         return [ResponseSoFar.nothing() for _ in requests]
 
@@ -401,7 +404,7 @@ class GenerationInterface(ABC):
         return []
 
     def open_requests(self) -> list[int]:
-        """Return for each engine the requests without an answer now, or no numbers if the group cannot tell."""
+        """Return the number of unanswered requests of each engine, or an empty list if the group cannot tell."""
         return []
 
     def load_metrics(self) -> dict[str, float]:
@@ -409,7 +412,7 @@ class GenerationInterface(ABC):
 
         `num_preemptions` is the sum over the engines, `kv_cache_usage` the largest share in use, and
         `max_running_requests` the smallest number of requests that an engine runs at the same time. With speculative
-        decoding also the rates of `engine_load.SpeculationCounts`.
+        decoding, there are also the rates of `engine_load.SpeculationCounts`.
         """
         return {}
 
@@ -423,8 +426,10 @@ class GenerationInterface(ABC):
 
 
 class GenerationDatumSpec(TypedDict):
-    """Batch of prompts: `input_ids [B, T]` int64 right-padded, `input_lengths [B]`, `stop_strings`, and perhaps
-    `row_inputs` (list of B `RowInputs`).
+    """Batch of prompts.
+
+    `input_ids [B, T]` int64, right-padded; `input_lengths [B]`; `stop_strings`; and optionally `row_inputs`, a list of
+    B `RowInputs`.
     """
 
     input_ids: torch.Tensor
@@ -452,10 +457,10 @@ def verify_right_padding(
     """Check that `input_ids` holds only `pad_value` after each row's `input_lengths`.
 
     Returns:
-        True and None; or False and a message that names the first wrong row.
+        True and None, or False and a message that names the first wrong row.
 
     Raises:
-        ValueError: it does not, and `raise_error` is set.
+        ValueError: The check fails and `raise_error` is set.
     """
     lengths = data["input_lengths"]
     for row, (ids, length) in enumerate(zip(data["input_ids"], lengths.tolist(), strict=True)):

@@ -1,10 +1,10 @@
-"""The engines of a group as the controller sees them: which one gets a request, which are replaced, join or leave.
+"""Choose engines for requests, and let engines of a group be replaced, join or leave, in the controller.
 
-A request goes to the engine that holds its prefix, or else to the one that is expected to answer it first: the one with
-the fewest open requests, where those of a slow engine count more. Invariant: the choice changes no answer, because each
-request carries its seed.
+A request goes to the engine that holds its prefix, or else to the one that is expected to answer it first. This is the
+engine with the fewest open requests, where the requests of a slow engine count more. Invariant: the choice does not
+change an answer, because each request has its own seed.
 
-Engines leave and join while a run goes on, as many as a file says.
+Engines leave and join during a run, so that their number is the one in a file.
 
     follow()   before each sync: read the file
                  fewer: the last engines get no more requests, and answer those that they have
@@ -13,9 +13,9 @@ Engines leave and join while a run goes on, as many as a file says.
     opened()   after the sync: engines that joined have the weights and get requests
 
 The bundles of engines that left stay reserved for them. Invariants: the engines that take part are always the first
-ones, so their ranks have no gap; no engine gets a request before it has weights, and none ends with one.
+ones, so their ranks have no gap. No engine gets a request before it has weights, and no engine with a request is ended.
 
-`Wait` is the wait for a call of an engine's worker on an event loop; a call whose wait is given up is not lost.
+`Wait` is the wait for a call of an engine's worker on an event loop. If the wait is cancelled, the call continues.
 """
 
 import asyncio
@@ -43,21 +43,21 @@ from nemo_rl.utils.errors import NodeLostError, ResourceInsufficientError, Worke
 from nemo_rl.utils.timer import BusyClock
 
 _MORE_FOR_PREFIX = 8
-"""Open requests that an engine chosen for its prefix cache may have more than the least busy engine."""
+"""Number of open requests by which an engine chosen for its prefix cache may exceed the least busy engine."""
 _SLOW = 1.5
-"""How many times longer than the fastest engine one must take for a token to get fewer requests. Smaller differences
-are noise, and the distribution of requests stays the same from run to run."""
+"""Factor by which an engine must be slower than the fastest engine to get fewer requests. Smaller differences are
+ignored as noise, so that the distribution of requests stays the same from run to run."""
 _ENOUGH_TOKENS = 256
-"""Tokens of answers from which on an engine's speed counts."""
+"""Number of tokens of answers from which on an engine's speed is used."""
 _ARRIVAL_S = 10.0
-"""Seconds to wait for a response that the engine has finished already."""
+"""Seconds to wait for the arrival of a response that the engine has already finished."""
 _KEPT = 0.98
-"""Share of earlier answers in an engine's speed that remains with each answer."""
+"""Share of the weight of earlier answers that remains when a new answer is added."""
 
 
 @dataclass
 class Pending:
-    """A request without an answer yet, sent at the loop's time `since`."""
+    """A request without an answer yet. `since` is the loop's time at which it was sent."""
 
     request: GenerationRequest
     future: asyncio.Future[GenerationResult]
@@ -66,12 +66,12 @@ class Pending:
 
 @dataclass
 class Speed:
-    """Seconds that an engine takes for a token of an answer, waits included, with more weight for recent answers."""
+    """Seconds that an engine takes for a token of an answer, including waiting. Recent answers have more weight."""
 
     seconds: float = 0.0
-    """Seconds of answers."""
+    """Weighted sum of the seconds of answers."""
     tokens: float = 0.0
-    """Tokens of the same answers."""
+    """Weighted sum of the tokens of the same answers."""
 
     def note(self, seconds: float, tokens: int) -> None:
         """Add an answer."""
@@ -79,26 +79,26 @@ class Speed:
 
     @property
     def seconds_per_token(self) -> float | None:
-        """The mean, or None before there are enough answers."""
+        """The mean seconds per token, or None before there are enough answers."""
         return self.seconds / self.tokens if self.tokens >= _ENOUGH_TOKENS else None
 
 
 @dataclass
 class Member:
-    """One engine and its pending requests, which are kept until it is back if it is down."""
+    """One engine and its pending requests. While the engine is down, its requests are kept."""
 
     index: int
-    """Its position among the engines."""
+    """Position of the engine among all engines."""
     ranks: list[int] = field(default_factory=list)
-    """Its workers in the group; the first one receives requests."""
+    """Ranks of the engine's workers in the group. The first one receives requests."""
     num_starts: int = 1
-    """Engines started for this member; it shows whether a dead engine was replaced already."""
+    """Number of engines started for this member. It shows whether a dead engine was already replaced."""
     is_down: bool = False
-    """It is being replaced, or has no weights yet."""
+    """Whether the engine is being replaced, or has no weights yet."""
     is_leaving: bool = False
-    """It answers its requests and gets no more."""
+    """Whether the engine only answers the requests that it has and gets no more."""
     is_away: bool = False
-    """It has no processes; see `EngineScaling`."""
+    """Whether the engine has no processes, see `EngineScaling`."""
     unfinished: dict[str, Pending] = field(default_factory=dict)
     """Requests without an answer."""
     outbox: list[tuple[str, GenerationRequest]] = field(default_factory=list)
@@ -108,16 +108,16 @@ class Member:
     polls: dict[int, tuple[int, Any]] = field(default_factory=dict)
     """Running calls of `collect` by rank, each with the `num_starts` of the called engine."""
     collector: asyncio.Task[None] | None = None
-    """The task that takes its results."""
+    """The task that collects the engine's results."""
     busy: BusyClock = field(default_factory=BusyClock)
     """Measures the time with pending requests."""
     load: EngineLoad | None = None
-    """Load that it reported since the group was asked for it."""
+    """Load that the engine reported since the load metrics were last read."""
     speed: Speed = field(default_factory=Speed)
-    """How fast it answers."""
+    """Speed of the engine's answers."""
 
     def forget_requests(self) -> None:
-        """Drop all pending requests, for which no caller waits, and abort requests that were sent."""
+        """Drop all pending requests, because no caller waits for them. Requests that were sent are aborted."""
         unsent = {request_id for request_id, _ in self.outbox}
         self.given_up += [request_id for request_id in self.unfinished if request_id not in unsent]
         self.unfinished, self.outbox, self.collector, self.is_down = {}, [], None, False
@@ -142,16 +142,17 @@ async def responses_so_far(
 ) -> dict[int, ResponseSoFar | None]:
     """Return the tokens that an engine has sampled so far for some requests.
 
-    An engine that is dead, being replaced or silent counts as one that has sampled none: it will get the requests
-    again. A response that is on its way is waited for.
+    If an engine is dead, being replaced or silent, no tokens are returned, because its requests will be submitted
+    again. A response that the engine has already finished is waited for.
 
     Args:
-        requests: by the `id()` of the object; those of other engines are left out.
-        ask: calls `responses_so_far` of its first worker.
-        limit_s: seconds to wait for the engine.
+        member: The engine.
+        requests: Requests by the `id()` of the object. Requests of other engines are left out.
+        ask: Function that calls `responses_so_far` of the engine's first worker.
+        limit_s: Time limit for the engine's answer, in seconds.
 
     Returns:
-        By `id()` of the request; None for one that has been answered meanwhile.
+        Responses so far by the `id()` of the request, with None for a request that has been answered meanwhile.
     """
     mine = {key: pending for key, pending in member.unfinished.items() if id(pending.request) in requests}
     unsent = {key for key, _ in member.outbox}
@@ -172,12 +173,13 @@ async def responses_so_far(
 def choose(members: Sequence[Member], prefix_at: ServedBy | None, weight_version: int) -> Member:
     """Return the engine for a request.
 
-    The engine that wrote the previous turn is taken while it runs, was not replaced, has the weights that it wrote
-    with (new weights void its cache), and has at most `_MORE_FOR_PREFIX` open requests more than the least busy
-    engine: reading a prefix again costs less than a long wait, and no engine is left idle.
+    The engine that wrote the previous turn is chosen under four conditions. It runs, it was not replaced, it has the
+    weights that it wrote with (new weights make its cache useless), and it has at most `_MORE_FOR_PREFIX` open requests
+    more than the least busy engine. Reading a prefix again costs less than a long wait, and no engine should be idle.
 
     Args:
-        prefix_at: the engine that wrote the previous turn.
+        prefix_at: The engine that wrote the previous turn.
+        weight_version: Version of the current weights.
     """
     members = [member for member in members if not (member.is_leaving or member.is_away)]
     known = [member.speed.seconds_per_token for member in members]
@@ -200,16 +202,16 @@ def choose(members: Sequence[Member], prefix_at: ServedBy | None, weight_version
 logger = logging.getLogger(__name__)
 
 _MOST_STARTS = 3
-"""Starts of an engine that dies each time before it is ready."""
+"""Number of attempts to start an engine that dies each time before it is ready."""
 
 
 class Replacements:
-    """Replaces engines and counts it.
+    """Replaces engines and counts the replacements.
 
     Args:
-        workers: the workers of all engines.
-        setup_timeout_s: seconds to wait for the start of an engine.
-        most: engines that may be replaced in the run (`cluster.max_actor_restarts`).
+        workers: The workers of all engines.
+        setup_timeout_s: Time limit for the start of an engine, in seconds.
+        most: Number of engines that may be replaced in the run (`cluster.max_actor_restarts`).
     """
 
     def __init__(self, workers: RayWorkerGroup, setup_timeout_s: float, most: int) -> None:
@@ -220,16 +222,17 @@ class Replacements:
         self._most = most
 
     def replace(self, member: Member, reason: str, check: Callable[[], None]) -> None:
-        """Start a new engine for a member, again if it dies while it starts.
+        """Start a new engine for a member, and repeat this if the engine dies during its start.
 
         Args:
-            member: the dead engine.
-            reason: what happened to it.
-            check: called before another start; raises if the engines are not needed any more.
+            member: The dead engine.
+            reason: Description of the failure.
+            check: Function that is called before a repetition. It raises an error if the engines are not needed any
+                more.
 
         Raises:
-            WorkerDiedError: the run's restarts are used up, or the engine died at each of `_MOST_STARTS` starts.
-            ResourceInsufficientError: the engine's node was lost, and no other has room.
+            WorkerDiedError: The run's restarts are used up, or the engine died at each of `_MOST_STARTS` starts.
+            ResourceInsufficientError: The engine's node was lost, and no other node has the resources.
         """
         for num_left in reversed(range(_MOST_STARTS)):
             self._note(member, reason)
@@ -264,18 +267,18 @@ class Replacements:
 
 
 class EngineScaling:
-    """Keeps the number of engines at the one in a file.
+    """Keeps the number of engines equal to the number in a file.
 
     Args:
-        file: holds one number; without a file all engines run.
-        members: all engines of the run; they run at first.
-        workers: their processes.
-        setup_timeout_s: seconds that new engines may take to start.
+        file: File with one number. If there is no file, all engines run.
+        members: All engines of the run. At first, all of them run.
+        workers: Processes of the engines.
+        setup_timeout_s: Time limit for the start of new engines, in seconds.
     """
 
     def __init__(self, file: Path, members: Sequence[Member], workers: RayWorkerGroup, setup_timeout_s: float):
         self.num_changes = 0
-        """How often engines left or joined."""
+        """Number of times that an engine left or joined."""
         self._file = file
         self._members = members
         self._workers = workers
@@ -302,11 +305,11 @@ class EngineScaling:
             self._started, self._start = missing, in_background(build, "engines that join")
 
     def change(self) -> None:
-        """End engines that are done, and let built engines take part, while no other thread uses the engines."""
+        """End engines that have left, and let built engines take part, while no other thread uses the engines."""
         for member in reversed(self._members):
             if member.is_away:
                 continue
-            # One that began to leave just now may be getting its last request in the thread of the requests.
+            # An engine that has just started to leave may be getting its last request in the thread of the requests.
             if not member.is_leaving or member.unfinished or member.index not in self._was_leaving:
                 break
             self._workers.end_workers(member.ranks)
@@ -330,7 +333,7 @@ class EngineScaling:
             self._changed(f"Generation engine {member.index} joins")
 
     def opened(self) -> None:
-        """Let engines that joined, and now have the current weights, get requests."""
+        """Let engines that joined get requests. They have the current weights now."""
         for member in self._joined:
             member.is_down = False
         self._joined.clear()
@@ -341,7 +344,7 @@ class EngineScaling:
         logger.info("%s; engines: %d of %d.", event, count, len(self._members))
 
     def _read(self) -> None:
-        """Read the wanted number, or report a wrong one once and change nothing."""
+        """Read the wanted number. A wrong number is reported once and changes nothing."""
         try:
             text = read_text(self._file).strip()
         except FileNotFoundError:
@@ -383,20 +386,20 @@ class Silence(Exception):  # noqa: N818
 
 
 def note_as_seen(wait: asyncio.Future[Any]) -> None:
-    """Read the failure of a cancelled wait, so that asyncio does not report it."""
+    """Read the exception of a failed wait, so that asyncio does not report it as never retrieved."""
     if not wait.cancelled():
         wait.exception()
 
 
 def give_up_waits(waits: Waits, _: object = None) -> None:
-    """Cancel waits, but not their calls, since asyncio would report waits that are pending when the loop closes."""
+    """Cancel waits, but not their calls. asyncio would report waits that are pending when the loop closes."""
     for wait in waits.values():
         wait.future.cancel()
     waits.clear()
 
 
 async def some_answer(waits: Waits, timeout_s: float) -> bool:
-    """Wait for some seconds, and return whether one of the calls has ended."""
+    """Wait for at most `timeout_s`, and return whether one of the calls has ended."""
     futures = [wait.future for wait in waits.values()]
     done, _ = await asyncio.wait(futures, timeout=max(timeout_s, 0.0), return_when=asyncio.FIRST_COMPLETED)
     return bool(done)

@@ -1,10 +1,10 @@
-"""The worker processes of one engine: how they meet, and how the first one calls the others.
+"""Connect the worker processes of one engine, and let the first one call the others and end with them.
 
-Bring the processes of one engine together: one process group, and what each has to know about the others. Processes are
-on one machine or on several; `RayWorkerGroup` numbers them machine by machine. Invariant: a process sees the GPUs of
-the engine's processes on its machine, in the order of their places.
+All processes of an engine form one process group. They are on one machine or on several. `RayWorkerGroup` numbers them
+machine by machine. Invariant: a process sees the GPUs of the engine's processes on its machine, in the order of their
+places.
 
-Connect a process of an engine with others of it: a socket for the calls of each.
+A socket connects a process of an engine with each process that it calls:
 
     place 0 (runs the engine)             store at MASTER_ADDR:MASTER_PORT           place 1, 2 ... (ranks)
     enter_engine ────────────────────────── process group ─────────────────────────────────── enter_engine
@@ -12,11 +12,9 @@ Connect a process of an engine with others of it: a socket for the calls of each
     link.call ──────────────────────────────────────────────────────────────────────► link.receive
     answer.result ◄────────────────────────────────────────────────────────────────── link.send
 
-Sockets between processes of one machine are local; if one is on another machine, all are TCP connections. Invariant: an
-engine's processes end together. A process whose link is closed at the other end exits immediately and reports nothing
-else, so the code that replaces the engine only sees processes that have exited.
-
-Let worker 0 of an engine call the other workers of it, and end them together.
+Sockets between processes of one machine are local. If one process is on another machine, all are TCP connections.
+Invariant: an engine's processes end together. A process whose link is closed at the other end exits at once without a
+further report, so the code that replaces the engine only finds processes that have exited.
 """
 
 import asyncio
@@ -50,7 +48,8 @@ from nemo_rl.models.generation.interfaces import EngineSettings, GenerationReque
 from nemo_rl.utils.errors import GenerationError
 
 _TIMEOUT = timedelta(minutes=30)
-"""Longer than every deadline for starting engines; a process that does not come has usually died."""
+"""Time limit for the processes to meet. It is longer than every deadline for starting engines, because a process that
+does not come has usually died."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +57,13 @@ class Meeting:
     """The processes of an engine."""
 
     store: dist.Store
-    """Shared by all of them."""
+    """Store that all processes share."""
     place: int
-    """Number of this process: its rank in the process group."""
+    """Number of this process, which is its rank in the process group."""
     machines: tuple[int, ...]
-    """Machine of each place, as the number of the first place on it."""
+    """Machine of each process, given as the place of the first process on it."""
     address: str = "127.0.0.1"
-    """Address of this process's machine, for the others."""
+    """Address at which other processes reach the machine of this process."""
 
     @property
     def machine(self) -> int:
@@ -91,8 +90,8 @@ def meet(settings: EngineSettings) -> Meeting:
 def enter_engine(device: str, place: int, num_places: int) -> Meeting:
     """Form the default process group of an engine's processes, and let each process see the GPUs of its machine.
 
-    The first call does this, later ones return its result. vLLM checks which of its GPUs can access each other,
-    so every process needs all of its machine in the same order.
+    The first call does this, and later calls return its result. vLLM checks which of its GPUs can access each other, so
+    every process must see all of the engine's GPUs on its machine in the same order.
 
     Args:
         device: "cpu" or "cuda".
@@ -125,7 +124,7 @@ def enter_engine(device: str, place: int, num_places: int) -> Meeting:
 
 
 def _name_of_machine() -> str:
-    """Return a name that processes of the same machine share, from Ray if it runs, as it may join places on a node."""
+    """Return a name that all processes of a machine share. Ray's id of the node is preferred, if Ray runs."""
     return ray.get_runtime_context().get_node_id() if ray.is_initialized() else os.environ.get("NODE_RANK", "0")
 
 
@@ -142,7 +141,7 @@ class RankCall(NamedTuple):
     """Request of place 0 to a rank."""
 
     method: str | Callable[..., Any]
-    """Name of a method of what the rank serves, or an importable function that takes it first."""
+    """Name of a method of the served object, or an importable function whose first argument is this object."""
     args: tuple[Any, ...]
     """Positional arguments."""
     kwargs: dict[str, Any]
@@ -159,7 +158,7 @@ class CallOutcome(NamedTuple):
 
 
 class RankAnswer(Future[Any]):
-    """Value of a call, which `result` reads from the link."""
+    """Future of the value of a call. `result` reads it from the link."""
 
     def __init__(self, link: "Link"):
         super().__init__()
@@ -177,7 +176,7 @@ class RankAnswer(Future[Any]):
 
 
 def call_all(links: Sequence["Link"], call: RankCall, answering: Sequence[bool]) -> list[RankAnswer | None]:
-    """Send a call to several ranks, pickled once for those whose answers are wanted and once for the others."""
+    """Send a call to several ranks. It is pickled once for ranks whose answers are wanted, and once for the others."""
     forms = {wants: call._replace(wants_answer=wants) for wants in set(answering)}
     packed = {wants: pickle.dumps(form, protocol=pickle.HIGHEST_PROTOCOL) for wants, form in forms.items()}
     return [link.call_packed(packed[wants], wants_answer=wants) for link, wants in zip(links, answering, strict=True)]
@@ -197,7 +196,7 @@ class Link:
         self._due: deque[RankAnswer] = deque()
 
     def when_it_brings(self, loop: asyncio.AbstractEventLoop, receive: Callable[[], object]) -> None:
-        """Let an event loop call `receive`, which has to read the message, whenever a message starts to arrive."""
+        """Let an event loop call `receive` whenever a message starts to arrive. `receive` has to read the message."""
         descriptor = self._connection.fileno()
         loop.add_reader(descriptor, receive)
         # uvloop, on which Ray's actors run, makes a watched socket non-blocking (libuv's `uv_poll_init`). Reading a
@@ -205,7 +204,7 @@ class Link:
         os.set_blocking(descriptor, True)
 
     def send(self, message: object) -> None:
-        """Send a picklable message, with copies of tensors."""
+        """Send a picklable message. Tensors are copied."""
         self._send(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
 
     def _send(self, message: bytes) -> None:
@@ -238,7 +237,8 @@ class Link:
         """Wait for the oldest pending answer.
 
         Raises:
-            RuntimeError: its call failed. vLLM does not read all answers, so the error may appear at a later one.
+            RuntimeError: A call failed. vLLM does not read all answers, so this may be an earlier call than the awaited
+            one.
         """
         outcome: CallOutcome = self.receive()
         answer = self._due.popleft() if self._due else None
@@ -266,7 +266,7 @@ class Link:
 
 
 def open_links(meeting: Meeting, name: str, places: Sequence[int]) -> list[Link]:
-    """Open links to other places, which call `open_link` with the same name, and return them in the places' order."""
+    """Open links to processes that call `open_link` with the same name, and return them in the order of `places`."""
     if not places:
         return []
     key, links = secrets.token_bytes(32), dict[int, Link]()
@@ -301,7 +301,7 @@ def _listener(meeting: Meeting, places: Sequence[int], key: bytes) -> Listener:
 def _dial(address: str | list[Any], key: bytes) -> Connection:
     if isinstance(address, str):
         return Client(address, family="AF_UNIX", authkey=key)
-    # `Client` takes every pair of host and port for one of IPv4.
+    # `Client` would take every pair of host and port for an IPv4 address.
     connection = Connection(socket.create_connection((address[0], address[1])).detach())
     answer_challenge(connection, key)
     deliver_challenge(connection, key)
@@ -322,7 +322,7 @@ _PATIENCE_S = 2.0
 
 @contextmanager
 def ending_if_alone(links: Sequence[Link]) -> Iterator[None]:
-    """Run a block, and end this process if it fails because a process at the other end of a link is gone."""
+    """Run a block. If it fails because a process at the other end of a link has exited, end this process."""
     try:
         yield
     except Exception:
@@ -332,14 +332,14 @@ def ending_if_alone(links: Sequence[Link]) -> Iterator[None]:
 
 
 class ServedRank:
-    """Workers 1, 2 ... of an engine: an `Engine` that executes the calls of worker 0.
+    """Workers 1, 2 ... of an engine: each is an `Engine` that executes the calls of worker 0.
 
     Calls run between two callbacks of the event loop, like the engine's steps in worker 0. A subclass loads weights,
-    and overrides the other methods of `Engine` that worker 0 does not do for all ranks.
+    and overrides those other methods of `Engine` that worker 0 does not call for all ranks.
     """
 
     def serve(self, link: Link, execute: Callable[[RankCall], Any]) -> None:
-        """Tell the other end of a link that this process is ready, and execute its calls from now on."""
+        """Tell the other end of a link that this process is ready, and from now on execute its calls."""
         link.send(CallOutcome(None))
         link.when_it_brings(asyncio.get_running_loop(), partial(self._do_next, link, execute))
 
@@ -352,8 +352,8 @@ class ServedRank:
         if call.wants_answer or outcome.failure is not None:
             link.send(outcome)
         if not call.wants_answer and outcome.failure is not None:
-            # Worker 0 has usually failed too and reports why. If it waits for this rank instead, only an exit releases
-            # it.
+            # Worker 0 has usually failed too and reports why. If it waits for this rank instead, only the exit of this
+            # process ends its wait.
             logger.error("A step failed, so this process ends.\n%s", outcome.failure)
             asyncio.get_running_loop().call_later(2 * _PATIENCE_S, os._exit, 1)
 

@@ -19,7 +19,7 @@ def _own_arguments(policy: PolicyConfig) -> dict[str, Any]:
 
 
 def vllm_arguments(policy: PolicyConfig) -> dict[str, Any]:
-    """Return the arguments of a vLLM engine that `EngineSettings` does not have: keys of `vllm_cfg`, `vllm_kwargs`."""
+    """Return the arguments of a vLLM engine that are not in `EngineSettings`: keys of `vllm_cfg`, and `vllm_kwargs`."""
     generation = policy.sampling
     cache = generation.engine.kv_cache_dtype
     own = {
@@ -37,22 +37,22 @@ def _sglang_drops(generation: GenerationConfig) -> bool:
 
 @dataclass(frozen=True)
 class EngineKind:
-    """One entry of the registry."""
+    """Properties of an engine that the registry names."""
 
     path: str
     """Dotted path of a class with the methods of `interfaces.Engine`, constructed with `EngineSettings`."""
     environment: Callable[[str], dict[str, str]] = lambda device: {}
-    """Environment variables of its process on a device ("cpu" or "cuda"), set before any import."""
+    """Function from a device ("cpu" or "cuda") to the environment variables of a process, set before any import."""
     rank_path: str | None = None
     """Dotted path of the class of an engine's other workers, if it differs from that of the first one."""
     replica_paths: tuple[str, str] | None = None
-    """Dotted paths of the classes of the first worker of an engine of several replicas, and of the first workers of the
-    other replicas."""
+    """In an engine of several replicas, dotted paths of two classes: of the engine's first worker, and of the first
+    workers of all other replicas."""
     check: str | None = None
-    """Dotted path of a function of the sections `policy` and `cluster`. Before any worker starts, it refuses a model
-    that the engine cannot serve, by a `ConfigError`; it needs no engine library."""
+    """Dotted path of a function of the sections `policy` and `cluster`. It runs before any worker starts, and raises a
+    `ConfigError` if the engine cannot serve the model. It imports no engine library."""
     cpu_sequences: int | None = None
-    """Most sequences that it runs at the same time on the CPU, if it has such a limit."""
+    """Largest number of sequences that the engine runs at the same time on the CPU, if it has such a limit."""
     accepts_inputs: bool = False
     """Whether the engine accepts rows with further inputs and position rules (`data.model_rows`)."""
     accepts_grammars: bool = False
@@ -62,9 +62,9 @@ class EngineKind:
     speculates: bool = False
     """Whether the engine proposes tokens by a draft model or MTP layers that the policy trains."""
     arguments: Callable[[PolicyConfig], dict[str, Any]] = _own_arguments
-    """Further arguments of the engine, of the section `policy` (`EngineSettings.engine_kwargs`)."""
+    """Function from the section `policy` to further arguments of the engine (`EngineSettings.engine_kwargs`)."""
     drops_weights: Callable[[GenerationConfig], bool] = lambda generation: False
-    """Whether engines of a training run lose their weights when they sleep, so that a sync must follow."""
+    """Function that returns whether engines of a training run lose their weights when they sleep and need a sync."""
 
 
 ENGINES = {
@@ -98,7 +98,7 @@ ENGINES = {
         drops_weights=_sglang_drops,
     ),
 }
-"""Engines that `policy.generation.backend` can name; any other value is the path of a user's class."""
+"""Engines that `policy.generation.backend` can name. Any other value is the dotted path of a user's class."""
 
 ENGINE_CLASSES: Registry[Engine] = Registry("engine", Engine, {name: kind.path for name, kind in ENGINES.items()})
 
@@ -109,7 +109,7 @@ def engine_kind(backend: str) -> EngineKind:
 
 
 def engine_rows(backend: str) -> AcceptedRows:
-    """Return which rows an engine accepts: a built-in one by its entry, another one by its class's `accepts_inputs`.
+    """Return which rows an engine accepts. For a user's engine, its class attribute `accepts_inputs` decides.
 
     Raises:
         ConfigError: the path of the class cannot be imported.
@@ -120,7 +120,7 @@ def engine_rows(backend: str) -> AcceptedRows:
 
 
 def grammar_refusal(backend: str) -> str | None:
-    """Return why an engine gets no request with a grammar, or None if it accepts them.
+    """Return why an engine does not accept requests with a grammar, or None if it does.
 
     Raises:
         ConfigError: the path of the class cannot be imported.
@@ -146,13 +146,13 @@ def reports_experts(backend: str) -> bool:
 
 
 def make_engine(settings: EngineSettings, place: int = 0) -> Engine:
-    """Build the engine that the settings name, for the worker at this position in it."""
+    """Build the engine that the settings name, for the worker at this position in the engine."""
     engine: Engine = _class_at(settings, place)(settings)
     return engine
 
 
 def _class_at(settings: EngineSettings, place: int) -> type:
-    """Return the class of an engine's workers, the first of which takes the requests."""
+    """Return the class of the worker at this position in an engine. The worker at position 0 gets the requests."""
     kind, what = engine_kind(settings.backend), _named(settings.backend)
     path = kind.rank_path if place else None
     if settings.num_replicas > 1 and place % settings.replica_size == 0 and kind.replica_paths:
@@ -167,10 +167,10 @@ def engine_class(backend: str) -> type:
     """Import the class of an engine.
 
     Args:
-        backend: `policy.generation.backend`.
+        backend: Value of `policy.generation.backend`.
 
     Raises:
-        ConfigError: no class can be imported from the path.
+        ConfigError: No class can be imported from the path.
     """
     return ENGINE_CLASSES.class_of(backend, _named(backend))
 

@@ -1,10 +1,9 @@
-"""Responses of engines: the tokens that end them, their text, and the continuation of an earlier run's response.
+"""Find the tokens that end responses, decode responses, and continue the response of an earlier run.
 
-Continue a response that an earlier run has started. The tokens so far become a part of the prompt. The rest is sampled
-with another seed, because the first one would give the same random numbers again, on which the tokens so far depend.
-Invariant: the joined response has the tokens, log-probabilities and weight versions of both parts, and ends where one
-response would have ended. Its experts (`policy.router_replay`) are those with which the engine read the tokens so far
-again.
+To continue a response, its tokens so far become a part of the prompt. The rest is sampled with another seed, because
+the tokens so far depend on the random numbers of the first seed, which would be drawn again. Invariant: the joined
+response has the tokens, log-probabilities and weight versions of both parts, and ends where one response would have
+ended. Its experts (`policy.router_replay`) for the tokens so far are those of the second reading by the engine.
 """
 
 from bisect import bisect_left
@@ -27,7 +26,7 @@ from nemo_rl.utils.seed import derive_seed
 
 
 def sampled_text(tokenizer: "PreTrainedTokenizerBase", token_ids: list[int] | NDArray[np.int32]) -> str:
-    """Decode a response without special tokens such as the one that ends a turn."""
+    """Decode a response. Special tokens, such as the one that ends a turn, are left out."""
     text = tokenizer.decode(token_ids, skip_special_tokens=True)
     assert isinstance(text, str), "one sequence gives one text"
     return text
@@ -41,17 +40,17 @@ def stop_token_ids(
 ) -> tuple[int, ...]:
     """Return the stop tokens that the tokenizer, the model and the run's configuration name, each once.
 
-    Chat models often end a turn with another token than their tokenizer's end of sequence (Gemma, Llama 3, Phi,
-    Qwen); their generation_config.json lists all of them. Models without that file list them in config.json.
+    Chat models often end a turn with another token than their tokenizer's end-of-sequence token (Gemma, Llama 3, Phi,
+    Qwen). Their generation_config.json lists all such tokens. Models without that file list them in config.json.
 
     Args:
-        model_name: local folder or hub id.
+        model_name: Local folder or hub id.
         tokenizer_eos: `eos_token_id` of the tokenizer, if it has one.
-        configured: further ids.
-        config_overrides: changes to the model's Hugging Face config.
+        configured: Further ids from the run's configuration.
+        config_overrides: Changes to the model's Hugging Face config.
 
     Raises:
-        ConfigError: the model cannot be found.
+        ConfigError: The model cannot be found.
     """
     try:
         generation = GenerationConfig.from_pretrained(model_name)
@@ -64,11 +63,11 @@ def stop_token_ids(
 
 
 def rest_of(request: GenerationRequest, so_far: ResponseSoFar) -> GenerationRequest:
-    """Return the request for the rest of a response, or the request itself without tokens so far.
+    """Return the request for the rest of a response. If there are no tokens so far, it is the request itself.
 
     Args:
-        request: the request for the whole response.
-        so_far: its first part, shorter than `max_new_tokens`.
+        request: The request for the whole response.
+        so_far: The first part of the response, shorter than `max_new_tokens`.
     """
     if not len(so_far):
         return request
@@ -83,15 +82,16 @@ def rest_of(request: GenerationRequest, so_far: ResponseSoFar) -> GenerationRequ
 def joined(
     so_far: ResponseSoFar, rest: GenerationResult, stops: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> GenerationResult:
-    """Join a response from its two parts, or return the rest without tokens so far.
+    """Join a response from its two parts. If there are no tokens so far, return the rest.
 
-    Engines look for stop strings in what they sample. So one that begins in the first part is looked for here, and the
-    tokens after it are dropped.
+    Engines look for stop strings only in the tokens that they sample. A stop string that begins in the first part is
+    therefore looked for here, and the tokens after it are dropped.
 
     Args:
-        so_far: the first part.
-        stops: the stop strings of the request.
-        tokenizer: decodes both parts.
+        so_far: The first part.
+        rest: The second part.
+        stops: The stop strings of the request.
+        tokenizer: Decodes both parts.
     """
     if not len(so_far):
         return rest
@@ -114,7 +114,7 @@ def joined(
 
 
 def _end_at_stop(so_far: list[int], rest: list[int], stops: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return how many tokens of the rest belong to the response: all, or those up to the first stop string."""
+    """Return the number of tokens of the rest that belong to the response: up to the first stop string, or all."""
 
     def has_stop(end: int) -> bool:
         text = str(tokenizer.decode(so_far + rest[:end]))

@@ -1,10 +1,8 @@
-"""Hold the rows of an engine that draws every token itself: their requests, stops and draws.
+"""Manage the rows of an engine that draws every token itself: their requests, stops and draws.
 
-Invariant: a row's response depends on its own tokens, inputs and generator only.
-
-Draw tokens from logits with one seeded generator per request, and with the trainer's filters.
-
-Invariant: the returned log-probability is that of the distribution from which the token was drawn.
+Tokens are drawn from logits with one seeded generator per request, and with the trainer's filters. Invariants: a row's
+response depends only on its own tokens, inputs and generator. The returned log-probability is that of the distribution
+from which the token was drawn.
 """
 
 from abc import abstractmethod
@@ -39,7 +37,7 @@ def filtered_logprobs(logits_V: torch.Tensor, sampling: SamplingParams, banned: 
 
 
 def bad_word_ids(words: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Encode each word at the beginning of a text and, if its first token then differs, after a space.
+    """Encode each word at the beginning of a text, and also after a space if its first token then differs.
 
     The rule is vLLM's (`SamplingParams.update_from_tokenizer`), so both engines forbid the same tokens.
     """
@@ -54,7 +52,7 @@ def bad_word_ids(words: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> li
 
 
 def banned_tokens(sequences: Sequence[list[int]], written: list[int]) -> list[int]:
-    """Return the tokens that would complete one of the sequences after the written tokens."""
+    """Return the tokens that would complete one of the sequences, given the tokens written so far."""
     return [ids[-1] for ids in sequences if ids[:-1] == written[max(0, len(written) - len(ids) + 1) :]]
 
 
@@ -89,13 +87,13 @@ class Row:
     bad_words: list[list[int]]
     """Token ids of the texts that are never drawn."""
     most_tokens: int
-    """Most tokens of the response."""
+    """Largest number of tokens of the response."""
     token_ids: list[int] = field(default_factory=list)
     """The response so far."""
     logprobs: list[float] = field(default_factory=list)
     """Log-probabilities of its tokens."""
     finish_reason: FinishReason | None = None
-    """Why the response ended; None while it goes on."""
+    """Why the response ended. None while it continues."""
 
     @property
     def tokens(self) -> list[int]:
@@ -104,7 +102,7 @@ class Row:
 
 
 class RowsEngine(SteppedEngine):
-    """A `SteppedEngine` made of a model, which a subclass puts into `_model`, and rows.
+    """A `SteppedEngine` with rows, and with a model that a subclass puts into `_model`.
 
     Args:
         settings: context limit and tokenizer.
@@ -122,11 +120,11 @@ class RowsEngine(SteppedEngine):
 
     @abstractmethod
     def put_in_force(self) -> list[str]:
-        """Complete the loaded weights, and return the parameters that received nothing."""
+        """Complete the loaded weights, and return the names of the parameters that were not loaded."""
 
     @abstractmethod
     def drop_finished(self) -> None:
-        """Free what the finished ones of the active rows hold, as far as possible."""
+        """Remove the finished rows from the active ones, and free their resources, as far as possible."""
 
     @override
     def add_request(self, request_id: str, request: GenerationRequest) -> None:
@@ -167,7 +165,7 @@ class RowsEngine(SteppedEngine):
         return self.take_finished(rows)
 
     def take_finished(self, rows: Iterable[Row]) -> list[Finished]:
-        """Return the finished ones of the rows, and free what they hold."""
+        """Return those of the rows that are finished, and free their resources."""
         self.drop_finished()
         return [
             Finished(row.request_id, row.token_ids, row.logprobs, row.finish_reason)

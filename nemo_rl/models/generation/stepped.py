@@ -4,8 +4,8 @@
                                    │ between steps: requests, aborts and weight updates
     begin_weight_update() ... load_tensors() ... finish_weight_update() ◄── no step in between
 
-Invariant: other calls reach an engine only between two steps, no step runs with half-loaded weights, and each token of
-a response is recorded with the version of the weights that drew it.
+Invariants: other calls reach an engine only between two steps. No step runs with half-loaded weights. Each token of a
+response is recorded with the version of the weights that drew it.
 """
 
 import asyncio
@@ -37,11 +37,11 @@ _OVERFLOW = (
 
 
 _TURNS = 6
-"""Turns of the event loop between two steps: an answer needs several to reach its caller."""
+"""Number of turns of the event loop between two steps, because an answer needs several turns to reach its caller."""
 _PAUSE_EVERY_S = 0.05
 _PAUSE_S = 0.001
-"""Pause of the engine, for calls that have arrived: Ray hands a call back and forth between the event loop and a thread
-of its own several times before the call begins. Without a pause each of these times takes a whole step."""
+"""Pause of the engine for calls that have arrived. Ray hands a call back and forth several times between the event loop
+and a thread of its own before the call begins. Without a pause, each of these times takes a whole step."""
 _QUIET_S, _QUIET_PAUSE_S = 0.5, 0.0002
 """If no call began and no answer ended for this many seconds, probably none waits, and the pause is shorter."""
 
@@ -65,12 +65,12 @@ class _InProgress:
 
 
 class SteppedEngine(ABC):
-    """An `Engine` that does all its work in `step`, starting with weights of version 0."""
+    """An `Engine` that does all its work in `step`. Its first weights have version 0."""
 
     def __init__(self) -> None:
         self._version = 0
         self._in_force: int | None = None
-        """Version of the completely loaded weights; None before the first update and during an update."""
+        """Version of the completely loaded weights. None before the first update and during an update."""
         self._before_update: int | None = None
         self._running: dict[str, _InProgress] = {}
         self._may_step = asyncio.Event()
@@ -78,7 +78,7 @@ class SteppedEngine(ABC):
         self._steps: asyncio.Task[None] | None = None
         self._paused_at = 0.0
         self._busy_at = 0.0
-        """When a call last began or an answer ended, after which its caller calls again."""
+        """Time at which a call last began or an answer last ended. After an answer, its caller usually calls again."""
 
     @abstractmethod
     def add_request(self, request_id: str, request: GenerationRequest) -> None:
@@ -103,7 +103,7 @@ class SteppedEngine(ABC):
     def sampled_so_far(self, request_id: str) -> tuple[list[int], list[float]] | None:
         """Return the tokens of the response of a running request, and their log-probabilities.
 
-        None, the default: they are not known, and a resumed run samples the response from its start.
+        The default is None: the tokens are not known, and a resumed run samples the response from its start.
         """
         return None
 
@@ -112,9 +112,9 @@ class SteppedEngine(ABC):
         """Return the number of tokens in the response of a running request."""
 
     def finish_steps(self) -> list[Finished]:
-        """Take the results of steps that compute ahead, so that no token of the old weights comes after an update.
+        """Return the results of steps that were computed ahead, so that no token of the old weights follows an update.
 
-        The default has none: a step returns when its tokens are drawn.
+        By default there are none, because a step returns when its tokens are drawn.
         """
         return []
 
@@ -128,12 +128,13 @@ class SteppedEngine(ABC):
 
     @abstractmethod
     def finish_loading(self, *, changed: bool) -> list[str]:
-        """Activate the loaded weights, and return the engine parameters that received nothing.
+        """Activate the loaded weights, and return the names of the engine's parameters that were not loaded.
 
         Args:
-            changed: whether the weights may differ from the previous ones. Then no cached keys and values may be used
-                again, and by running requests only if the settings allow it (`EngineSettings.recomputes_cache`).
-                Otherwise (another engine was replaced) these continue unchanged.
+            changed: Whether the weights may differ from the previous ones. If so, new requests must not use cached keys
+                and values, and running requests may use them only if the settings allow it
+                (`EngineSettings.recomputes_cache`). If not (another engine was replaced), running requests continue
+                unchanged.
         """
 
     @abstractmethod
@@ -149,11 +150,11 @@ class SteppedEngine(ABC):
         """See `Engine.wake_up`."""
 
     def weights_not_finite(self) -> list[str]:
-        """Return the names of the weights that hold NaN or infinity, or no names by default."""
+        """Return the names of the weights that hold NaN or infinity. By default, return no names."""
         return []
 
     def take_load(self) -> EngineLoad | None:
-        """Return the load since the last call, or no load by default."""
+        """Return the load since the last call. By default, return None."""
         return None
 
     def decode(self, token_ids: list[int]) -> str | None:
@@ -233,7 +234,7 @@ class SteppedEngine(ABC):
             await asyncio.sleep(0)
 
     def _checked_step(self) -> list[Finished]:
-        """Call `step`, and check the weights if scores are not finite."""
+        """Call `step`. If a score is not finite, name the weights that are not finite in the error."""
         try:
             return self.step()
         except NonFiniteError as error:

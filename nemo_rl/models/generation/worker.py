@@ -1,6 +1,6 @@
 """Host one engine, or one worker of an engine with several, in an actor: accept requests and return results.
 
-Who waits for whom (all on the actor's only asyncio loop, so no two steps run at the same time):
+All of this runs on the actor's only asyncio loop, so no two steps run at the same time:
 
     submit() ──► engine.generate() ─► _note ──► _finished ──► collect() (long poll)
     abort()  ──► engine.abort() ─────► (the same way, with the tokens so far)
@@ -45,7 +45,8 @@ class GenerationWorker:
     """Hosts one engine.
 
     Args:
-        settings: settings of the engine. The environment variable RANK is its position among all engines' workers.
+        settings: Settings of the engine. The environment variable RANK is the worker's position among all engines'
+        workers.
     """
 
     def __init__(self, settings: EngineSettings):
@@ -62,7 +63,7 @@ class GenerationWorker:
         self._failure: BaseException | None = None
         self._has_news = asyncio.Event()
         self._num_calls = 0
-        """Calls of `collect`."""
+        """Number of calls of `collect`."""
         if settings.device == "cpu" and is_on("host_allocator", settings.optimizations):
             keep_freed_memory()
 
@@ -71,7 +72,7 @@ class GenerationWorker:
         return self._rank
 
     async def submit(self, requests: list[tuple[str, GenerationRequest]]) -> None:
-        """Pass requests to the engine, whose results, also of refused requests, `collect` returns."""
+        """Pass requests to the engine. `collect` returns their results, also those of refused requests."""
         for request_id, request in requests:
             refusal = self._refusal(request)
             if refusal is not None:
@@ -82,19 +83,19 @@ class GenerationWorker:
             answer.add_done_callback(partial(self._note, request_id))
 
     def _refusal(self, request: GenerationRequest) -> str | None:
-        """Return why the engine does not get a request, or None if it does."""
+        """Return why the engine does not accept a request, or None if it does."""
         if request.sampling.grammar is not None and self._grammar_refusal is not None:
             return self._grammar_refusal
         return self._accepted.refusal(request.row_inputs) if request.row_inputs else None
 
     async def abort(self, request_ids: list[str]) -> None:
-        """End requests, so that `collect` returns the running ones with their tokens so far."""
+        """End requests. For those that were running, `collect` returns the tokens so far."""
         await self._engine.abort(request_ids)
 
     async def responses_so_far(self, request_ids: list[str]) -> dict[str, ResponseSoFar]:
-        """Return the tokens sampled so far for the running requests, and continue them.
+        """Return the tokens sampled so far for the running requests, which continue.
 
-        An engine that cannot tell is taken to have sampled none.
+        If the engine cannot tell, no tokens are returned.
         """
         so_far = getattr(self._engine, "responses_so_far", None)
         if so_far is None:
@@ -113,13 +114,13 @@ class GenerationWorker:
         self._has_news.set()
 
     async def collect(self, poll_s: float = COLLECT_POLL_S) -> Collected:
-        """Return the results finished since the last call, or wait up to `poll_s` seconds for one, or return none.
+        """Return the results since the last call. If there are none yet, wait for one for up to `poll_s` seconds.
 
-        Also returns the load of the engine since the last call. A later call ends this one without results: the caller
-        of this one may be a rollout runner that died.
+        The report also has the load of the engine since the last call. If another call arrives, this call ends without
+        results, because its caller may be a rollout runner that died.
 
         Raises:
-            Exception: the failure of the engine.
+            Exception: The failure of the engine.
         """
         self._num_calls += 1
         number = self._num_calls
@@ -146,12 +147,12 @@ class GenerationWorker:
         await self._engine.begin_weight_update()
 
     async def record_reads(self) -> None:
-        """Record what the engine reads of the tensors of the next update, if the engine can."""
+        """Record which parts of tensors the engine reads in the next update, if the engine supports it."""
         if isinstance(self._engine, RecordsReads):
             self._engine.record_reads()
 
     async def take_reads(self) -> BlocksByName:
-        """Return what the engine has read since `record_reads`, or nothing if it cannot tell."""
+        """Return the parts that the engine has read since `record_reads`, or no parts if it cannot tell."""
         return self._engine.take_reads() if isinstance(self._engine, RecordsReads) else {}
 
     async def receive_bucket(self, bucket: Bucket) -> None:
@@ -166,7 +167,7 @@ class GenerationWorker:
         return self._receiver.finish(await self._engine.finish_weight_update(version))
 
     async def weights_not_finite(self) -> list[str]:
-        """Return the names of the engine's weights that hold NaN or infinity, as far as it can tell."""
+        """Return the names of the engine's weights that hold NaN or infinity, or no names if it cannot tell."""
         names: list[str] = getattr(self._engine, "weights_not_finite", list)()
         return names
 

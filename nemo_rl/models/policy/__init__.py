@@ -1,4 +1,4 @@
-"""The policy: the model under training, its controller and its workers. Re-exports its configuration only."""
+"""Control and run the policy, the model under training. Re-exports only its configuration."""
 
 from nemo_rl.config import (
     DTensorConfig,

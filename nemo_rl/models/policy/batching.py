@@ -1,7 +1,7 @@
 """Divide a batch into global batches, ranks and microbatches, and put results back in order.
 
-`data.packing` makes the plan. Invariant: any number of rows works. Where rows do not divide over ranks and
-microbatches, filler rows are added that do not count in the loss and whose scores are dropped.
+`data.packing` plans the microbatches. Invariant: any number of rows works. If the rows cannot be divided evenly over
+ranks and microbatches, filler rows are added. They do not count in the loss, and their scores are dropped.
 """
 
 import math
@@ -44,23 +44,23 @@ class ShardedBatch:
     """One batch, divided over the ranks."""
 
     data: list[BatchedDataDict[Any]]
-    """Rows of each data-parallel rank, in microbatch order."""
+    """Rows of each data-parallel rank, in the order of its microbatches."""
     sizes: list[list[int]]
-    """Rows of each microbatch, per rank."""
+    """Number of rows of each microbatch, for each rank."""
     plan: MicrobatchPlan
-    """Original position of each row."""
+    """Plan that has the original position of each row."""
     num_rows: int
-    """Rows of the batch before filling."""
+    """Number of rows of the batch without filler rows."""
     num_shared_tokens: int = 0
-    """Tokens that are not computed, because another row of their microbatch begins with them."""
+    """Number of tokens that are not computed, because another row of their microbatch begins with the same tokens."""
 
     def lengths(self) -> list[int]:
-        """Return the tokens of each row, without fillers."""
+        """Return the number of tokens of each row, without filler rows."""
         found: list[int] = self.restore([rows["input_lengths"] for rows in self.data]).tolist()
         return found
 
     def restore(self, parts: Sequence[Tensor]) -> Tensor:
-        """Concatenate the ranks' results `[b, ...]` in the order of the batch's rows."""
+        """Concatenate the results `[b, ...]` of the ranks, and put them into the order of the batch's rows."""
         return torch.cat(list(parts))[self.plan.restore_order[: self.num_rows]]
 
 
@@ -70,9 +70,9 @@ def training_strategy(
     """Choose how training microbatches are formed.
 
     Args:
-        config: the policy section; its `train_micro_batch_size` counts groups.
-        micro_batch_size: rows of a microbatch; None takes the configuration.
-        group_size: rows that stay together, 2 for pairs.
+        config: The section `policy`. Its `train_micro_batch_size` counts groups.
+        micro_batch_size: Number of rows of a microbatch. If None, it is configured.
+        group_size: Number of rows that stay together: 2 for pairs.
     """
     size = config.train_micro_batch_size * group_size
     packing, dynamic = config.sequence_packing, config.dynamic_batching
@@ -81,7 +81,7 @@ def training_strategy(
 
 
 def logprob_strategy(config: PolicyConfig, micro_batch_size: int | None = None) -> MicrobatchStrategy:
-    """Choose how microbatches of log-prob passes are formed, with the arguments of `training_strategy`."""
+    """Choose how microbatches of log-prob passes are formed. The arguments are those of `training_strategy`."""
     size = config.logprob_batch_size
     packing, dynamic = config.sequence_packing, config.dynamic_batching
     tokens = packing.logprob_mb_tokens if packing.enabled else dynamic.logprob_mb_tokens
@@ -99,14 +99,14 @@ def shard_batch(
     """Divide the rows over the ranks.
 
     Args:
-        data: at least one row, with `input_lengths`; with `input_ids`, or stored, if prompts are shared.
-        num_shards: number of data-parallel ranks.
-        strategy: how microbatches are formed.
-        group_size: number of consecutive rows that stay in one microbatch.
-        shares_prompts: whether a packed microbatch holds tokens that several rows share once.
+        data: At least one row, with `input_lengths`. If prompts are shared, also with `input_ids`, or stored rows.
+        num_shards: Number of data-parallel ranks.
+        strategy: How microbatches are formed.
+        group_size: Number of consecutive rows that stay in one microbatch.
+        shares_prompts: Whether a packed microbatch has tokens that several rows share only once.
 
     Raises:
-        DataError: rows do not divide into groups, or a row is longer than a microbatch may be.
+        DataError: The rows do not divide into groups, or a row is longer than a microbatch may be.
     """
     num_rows = data.size
     multiple = num_shards * group_size
@@ -155,7 +155,7 @@ def with_filler_rows(data: BatchedDataDict[Any], count: int) -> BatchedDataDict[
     if PROMPT_GROUPS in fillers:
         fillers[PROMPT_GROUPS] = torch.full_like(fillers[PROMPT_GROUPS], -1)
     if ROW_INPUTS in fillers:
-        # The first row's tokens may stand for items, and a filler row has none.
+        # The first row's tokens may stand for items, such as images. A filler row has no items.
         fillers["input_ids"] = torch.zeros_like(fillers["input_ids"])
         fillers[ROW_INPUTS] = [inputs.without_items() for inputs in fillers[ROW_INPUTS]]
     return type(data).from_batches([data, fillers])
@@ -164,14 +164,14 @@ def with_filler_rows(data: BatchedDataDict[Any], count: int) -> BatchedDataDict[
 def global_batches(
     data: BatchedDataDict[Any], size: int | Sequence[int], *, allow_partial: bool
 ) -> Iterator[BatchedDataDict[Any]]:
-    """Cut a batch into consecutive global batches, the rows of one optimizer update each.
+    """Divide a batch into consecutive global batches, each with the rows of one optimizer update.
 
     Args:
-        size: number of rows of all global batches, or of each.
-        allow_partial: let the last global batch be shorter (evaluation), if all have the same number.
+        size: Number of rows of every global batch, or a list of the numbers of rows.
+        allow_partial: Whether the last global batch may be shorter (evaluation). Only for a single number.
 
     Raises:
-        DataError: the rows do not divide, or there are none.
+        DataError: The rows do not divide into global batches, or there are no rows.
     """
     rows = data.check_rows()
     if rows == 0:
@@ -204,7 +204,7 @@ def require_keys(data: BatchedDataDict[Any], keys: Sequence[str], purpose: str) 
     """Check that a batch has the keys that a call needs.
 
     Raises:
-        DataError: keys are missing; the message names them and those that the batch has.
+        DataError: Keys are missing. The message names them, and the keys that the batch has.
     """
     missing = [key for key in keys if key not in data and key not in BatchRows.of(data).STORED]
     if missing:
@@ -212,15 +212,15 @@ def require_keys(data: BatchedDataDict[Any], keys: Sequence[str], purpose: str) 
 
 
 def scoring_rows(method: str, data: BatchedDataDict[Any], config: PolicyConfig) -> BatchedDataDict[Any]:
-    """Check that a policy can score a batch, and select the keys of the batch that scoring reads.
+    """Check that a policy can score a batch, and return the batch with only the keys that scoring reads.
 
     Args:
-        method: of `Policy`, for messages.
-        data: the batch.
+        method: Name of the method of `Policy`, for messages.
+        data: The batch.
 
     Raises:
-        DataError: keys are missing.
-        ConfigError: the method needs another head than the model's.
+        DataError: Keys are missing.
+        ConfigError: The method needs another kind of head than the model has.
     """
     require_keys(data, SCORING_KEYS, f"Policy.{method}")
     has_scalar_head = config.reward_model_cfg.enabled

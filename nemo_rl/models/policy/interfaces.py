@@ -11,7 +11,7 @@ from nemo_rl.losses.loss_function import AnyLossFunction
 from nemo_rl.models.batch_rows import StoredScores
 
 type KeptScores = tuple[list[StoredScores | None], Tensor]
-"""Result of `keep_logprobs`: places of the scores of B rows, and `losses.divergence.sequence_errors` `[B]` float32."""
+"""Result of `keep_logprobs`: references of the scores of B rows, and their `sequence_errors` `[B]` float32."""
 
 
 class LogprobOutputSpec(TypedDict):
@@ -39,14 +39,14 @@ class ValueOutputSpec(TypedDict):
 
 
 class TopkLogitsOutputSpec(TypedDict):
-    """Result of `get_topk_logits`, with the distribution after token t at position t."""
+    """Result of `get_topk_logits`. Position t has the distribution after token t."""
 
     topk_logits: Tensor  # [B, T, k] float32, largest first, at temperature 1; 0 on padding
     topk_indices: Tensor  # [B, T, k] int64 token ids; 0 on padding
 
 
 class TrainResult(TypedDict):
-    """Result of one `train` call on U global batches, which updates nothing for a batch without a counted token."""
+    """Result of one `train` call on U global batches. A batch without a token that counts updates nothing."""
 
     loss: Tensor  # [U] float32, loss of each global batch; 0 without an update
     grad_norm: Tensor  # [U] float32, before clipping; 0 without an update and in eval mode
@@ -55,7 +55,7 @@ class TrainResult(TypedDict):
 
 
 class ScoringModel(Protocol):
-    """A model that scores rows, as stages see it, with the methods of `lm_policy.Policy`."""
+    """A model that scores rows, with methods of `lm_policy.Policy`, for the stages of a step."""
 
     def get_logprobs(self, data: BatchedDataDict[Any]) -> BatchedDataDict[LogprobOutputSpec]:
         """Score every token under the current weights."""
@@ -84,7 +84,7 @@ class PolicyInterface(ABC):
         gbs: int | Sequence[int] | None = None,
         mbs: int | None = None,
     ) -> TrainResult:
-        """Make one optimizer update per global batch, in order, with `gbs` rows (or one number of rows for each)."""
+        """Make one optimizer update per global batch of `gbs` rows, which may be a list with the rows of each batch."""
 
     @abstractmethod
     def get_logprobs(self, data: BatchedDataDict[Any]) -> BatchedDataDict[LogprobOutputSpec]:
@@ -122,4 +122,4 @@ class PolicyInterface(ABC):
 
 
 ColocatablePolicyInterface = PolicyInterface
-"""NeMo RL's name for a policy that can share devices with engines; every policy here can."""
+"""NeMo RL's name for a policy that can share devices with engines. Every policy of this library can."""

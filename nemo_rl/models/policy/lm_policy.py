@@ -1,7 +1,7 @@
 """Control the policy's ranks from one object in the controller.
 
-Algorithms call `train`, `get_logprobs` and the checkpoint methods here. `workers` do the work, one process per rank;
-`ParallelLayout` states which rows a rank gets and whose results count. Flow of a call:
+Algorithms call `train`, `get_logprobs` and the checkpoint methods of this object. `workers` do the work, one process
+per rank. `ParallelLayout` says which rows a rank gets, and which ranks return results. Flow of a call:
 
     batch ─► global batches ─► plan (data.packing) ─► each data-parallel rank its rows ─► workers ─► gather, reorder
 
@@ -62,8 +62,9 @@ _WORKER = "nemo_rl.models.policy.workers.rank.PolicyRank"
 # By default OpenMP threads spin so long at a barrier that one busy core stalls a step for seconds. A short spin costs
 # nothing on an idle machine.
 _WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000"}
-# torch's compiler would start up to 32 helper processes in each rank, 256 on a machine with eight. On CPUs the variable
-# would keep ranks from being forked (`optimizations.fork_server`), which costs five seconds of the start.
+# torch's compiler would start up to 32 helper processes in each rank, and 256 on a machine with eight ranks. The
+# variable is not set on CPUs, where it would keep ranks from being forked (`optimizations.fork_server`), which costs
+# five seconds of the start.
 _GPU_ENVIRONMENT = {"TORCHINDUCTOR_COMPILE_THREADS": "4"}
 TRAINING_KEYS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
 
@@ -80,26 +81,27 @@ class Policy(PolicyInterface):
     """The model under training.
 
     Args:
-        cluster: where the ranks run; one rank per bundle unless `workers_per_node` says otherwise.
-        config: the policy section; a dict is checked and filled in.
-        tokenizer: saved next to the weights.
-        name_prefix: prefix of the worker processes' names.
-        workers_per_node: ranks on each node entry of the cluster.
-        init_optimizer: make optimizer and schedule.
-        weights_path: checkpoint folder to resume weights from.
-        optimizer_path: checkpoint folder to resume optimizer, schedule and random numbers from.
-        init_reference_model: keep the weights of `config.model_name` for reference log-probabilities, even if
-            training resumes from a checkpoint.
-        timeouts: deadlines; None takes the defaults.
-        threads_per_rank: CPU threads of a rank; None divides the machine's cores by its ranks and busy engines.
-        busy_engines: engine workers on each machine that compute while the ranks do.
-        seed: run seed, for dropout.
-        venv: the ranks' Python environment (`cluster.venvs.policy`); None takes the registry's.
+        cluster: Cluster on which the ranks run, one rank per bundle unless `workers_per_node` says otherwise.
+        config: The section `policy`. A dict is checked, and missing values get their defaults.
+        tokenizer: Tokenizer that is saved next to the weights.
+        name_prefix: Prefix of the names of the worker processes.
+        workers_per_node: Number of ranks on each node of the cluster.
+        init_optimizer: Whether to make optimizer and schedule.
+        weights_path: Checkpoint folder to resume weights from.
+        optimizer_path: Checkpoint folder to resume optimizer, schedule and random numbers from.
+        init_reference_model: Whether to keep the weights of `config.model_name` for reference log-probabilities, even
+        if training resumes from a checkpoint.
+        timeouts: Time limits. If None, the defaults.
+        threads_per_rank: Number of CPU threads of a rank. If None, the machine's cores are divided by the number of its
+        ranks and busy engines.
+        busy_engines: Number of engine workers on each machine that compute at the same time as the ranks.
+        seed: Seed of the run, for dropout.
+        venv: Python environment of the ranks (`cluster.venvs.policy`). If None, that of the registry.
 
     Raises:
-        ConfigError: no training backend is enabled, the ranks do not divide into the parallel sizes, or a worker
+        ConfigError: No training backend is enabled, the ranks do not divide into the parallel sizes, or a worker
             refuses the configuration.
-        ResourceInsufficientError, DeadlineExceededError, WorkerDiedError: the ranks did not start.
+        ResourceInsufficientError, DeadlineExceededError, WorkerDiedError: The ranks did not start.
     """
 
     def __init__(
@@ -126,7 +128,7 @@ class Policy(PolicyInterface):
         self.config = config
         self.tokenizer = tokenizer
         self.weight_version = 0
-        """Number of training calls; `weight_stream` and the engines use it as the version of the weights."""
+        """Number of training calls, which `weight_stream` and the engines use as the version of the weights."""
         self._complete_checkpoint: Callable[[], None] | None = None
         self._timeouts = timeouts or TimeoutsConfig()
         self._backend = training_backend(config)
@@ -158,9 +160,9 @@ class Policy(PolicyInterface):
             call_timeout_s=self._timeouts.train_s,
         )
         self.ranks = RankCalls(self.worker_group, self.layout, self._timeouts)
-        """Calls of the ranks."""
+        """Object that calls the ranks."""
         self.work = self.ranks.work
-        """Counts the passes over rows, those of validations excepted."""
+        """Counter of the passes over rows, except those of validations."""
         packing = config.sequence_packing
         asks = packing.enabled and packing.share_prompts
         self._shares_prompts = asks and all(self.ranks.everywhere("shares_prompts", "starting the policy"))
@@ -187,17 +189,17 @@ class Policy(PolicyInterface):
         batch makes an update, nothing changes, including the schedule and `weight_version`.
 
         Args:
-            data: a training batch: `input_ids`, `input_lengths`, `token_mask`, `sample_mask` and the keys that the loss
-                needs.
-            loss_fn: called in every rank on each microbatch, with global denominators.
-            eval_mode: compute loss and metrics, change nothing; the last global batch may be partial.
-            gbs: rows of one update, or of each update; None takes `train_global_batch_size`.
-            mbs: rows of one microbatch, padded or packed; None forms microbatches as configured.
+            data: A training batch: `input_ids`, `input_lengths`, `token_mask`, `sample_mask` and the keys that the loss
+            needs.
+            loss_fn: Loss that every rank calls on each microbatch, with global denominators.
+            eval_mode: Whether to compute only loss and metrics. The last global batch may then be partial.
+            gbs: Number of rows of one update, or a list of these numbers. If None, `train_global_batch_size`.
+            mbs: Number of rows of one microbatch, padded or packed. If None, microbatches are formed as configured.
 
         Raises:
-            DataError: missing keys, rows that do not divide into global batches, or rows too long.
-            ConfigError: the loss needs an input that policies do not prepare, or the training backend does not accept
-                the rows' further inputs.
+            DataError: Keys are missing, the rows do not divide into global batches, or a row is too long.
+            ConfigError: The loss needs an input that policies do not prepare, or the training backend does not accept
+            the rows' further inputs.
         """
         check_loss(loss_fn, self.config)
         require_keys(data, (*TRAINING_KEYS, *extra_keys(loss_fn)), "Policy.train")
@@ -228,7 +230,7 @@ class Policy(PolicyInterface):
         return train_result(updates, loss_fn)
 
     def get_logprobs(self, data: BatchedDataDict[Any]) -> BatchedDataDict[LogprobOutputSpec]:
-        """Score all tokens under the current weights and the sampler's temperature.
+        """Score all tokens under the current weights, at the temperature of the sampler.
 
         Args:
             data: `input_ids [B, T]` right padded, `input_lengths [B]`; any number of rows.
@@ -239,7 +241,7 @@ class Policy(PolicyInterface):
         return BatchedDataDict({"logprobs": self._score("get_logprobs", data)})
 
     def keep_logprobs(self, data: BatchedDataDict[Any], *, of_reference: bool = False) -> KeptScores:
-        """Score stored rows as `get_logprobs` or `get_reference_policy_logprobs`, and leave the scores in the store."""
+        """Score stored rows as the methods for log-probabilities do, and leave the scores in the object store."""
         return of_rows(*self._run_scoring("keep_logprobs", data, None, of_reference=of_reference))
 
     def layer_outputs(self, token_ids: list[int]) -> tuple[list[str], list[torch.Tensor]]:
@@ -252,7 +254,7 @@ class Policy(PolicyInterface):
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
-        """Score as `get_logprobs` under the weights of `config.model_name`, and return `reference_logprobs [B, T]`.
+        """Return `reference_logprobs [B, T]`, scored as in `get_logprobs` under the weights of `config.model_name`.
 
         Raises:
             ConfigError: the policy was made with `init_reference_model=False`.
@@ -268,16 +270,19 @@ class Policy(PolicyInterface):
         *,
         vocab_size: int | None = None,
     ) -> BatchedDataDict[TopkLogitsOutputSpec]:
-        """Return the k largest logits after every token, for distillation, without temperature and sampling filters.
+        """Return the k largest logits after every token, for distillation.
+
+        Temperature and sampling filters are not applied.
 
         Args:
             data: `input_ids [B, T]` right padded, `input_lengths [B]`; any number of rows.
-            micro_batch_size: rows of one pass of a rank; None forms passes as configured.
-            vocab_size: only ids below it are considered (an output head may have more rows than there are tokens).
+            micro_batch_size: Number of rows of one pass of a rank. If None, passes are formed as configured.
+            vocab_size: Only token ids below it are considered, because an output head may have more rows than there are
+            tokens.
 
         Returns:
             `topk_logits [B, T, k]` float32, largest first, and `topk_indices [B, T, k]` int64, in the order of the
-            rows. Position t belongs to the token after token t, including the last real position; 0 on padding.
+            rows. Position t has the logits for the token after token t, also at the last real position. Padding has 0.
         """
         rows, width = scoring_rows("get_topk_logits", data, self.config)["input_ids"].shape
         if rows == 0:
@@ -294,31 +299,31 @@ class Policy(PolicyInterface):
 
         Args:
             data: `input_ids [B, T]` right padded, `input_lengths [B]`; any number of rows.
-            micro_batch_size: rows of one pass of a rank; None forms passes as configured.
+            micro_batch_size: Number of rows of one pass of a rank. If None, passes are formed as configured.
 
         Returns:
-            `scores [B]` float32, each the value of the tokens up to the last one.
+            `scores [B]` float32: the output of the head after the last token of each row.
 
         Raises:
-            ConfigError: the policy is a language model.
+            ConfigError: The policy is a language model.
         """
         return BatchedDataDict({"scores": self._score("score", data, micro_batch_size)})
 
     def get_values(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
     ) -> BatchedDataDict[ValueOutputSpec]:
-        """Return the output of a critic's scalar head before each token, with the arguments of `get_logprobs`.
+        """Return the output of a critic's scalar head before each token.
 
         Args:
             data: `input_ids [B, T]` right padded, `input_lengths [B]`, or stored rows; any number of rows.
-            micro_batch_size: rows of one pass of a rank; None forms passes as configured.
+            micro_batch_size: Number of rows of one pass of a rank. If None, passes are formed as configured.
 
         Returns:
-            `values [B, T]` float32; position t has the value of the state before token t is written, that is, of the
-            tokens before t; 0 at position 0 and on padding. `score` gives the value after the last token.
+            `values [B, T]` float32. Position t has the value of the state before token t, that is, of the tokens before
+            t. Position 0 and padding have 0. `score` returns the value after the last token.
 
         Raises:
-            ConfigError: the policy is a language model.
+            ConfigError: The policy is a language model.
         """
         return BatchedDataDict({"values": self._score("get_values", data, micro_batch_size)})
 
@@ -331,14 +336,16 @@ class Policy(PolicyInterface):
         *,
         background: bool = False,
     ) -> None:
-        """Write a checkpoint, in folders whose content the training backend decides.
+        """Write a checkpoint. The training backend decides what its folders contain.
 
         Args:
-            weights_path: new or empty folder, on storage that all ranks and this process see.
-            optimizer_path: folder for optimizer, schedule and random-number state; None: they are not written.
-            tokenizer_path: folder for an additional copy of the tokenizer.
-            consolidated: also write the model in `precision`, for others to use.
-            background: return when the ranks have copied their state; `finalize_async_save` completes the checkpoint.
+            weights_path: New or empty folder, on storage that is visible to all ranks and to this process.
+            optimizer_path: Folder for the state of optimizer, schedule and random numbers. If None, they are not
+                written.
+            tokenizer_path: Folder for an additional copy of the tokenizer.
+            consolidated: Whether to write an additional copy of the model in `precision`, for other programs.
+            background: Whether to return when the ranks have copied their state. `finalize_async_save` then completes
+                the checkpoint.
         """
         self.finalize_async_save()
         self.ranks.everywhere(
@@ -395,7 +402,9 @@ class Policy(PolicyInterface):
         self.ranks.everywhere("move_weights", "onloading the weights", to_host=False)
 
     def held(self) -> AbstractContextManager[None]:
-        """Keep other threads from calling the ranks, for a weight stream that one thread may nest.
+        """Keep other threads from calling the ranks, for example during a weight stream.
+
+        The same thread may enter again.
 
         Raises:
             DeadlineExceededError: another thread holds the policy for too long, see `RankCalls.held`.
@@ -412,7 +421,7 @@ class Policy(PolicyInterface):
         """Replace all ranks, which may be dead or hang, by new ones in the same places.
 
         Afterwards this object is as its constructor leaves it, with `weight_version` 0. Running calls of other threads
-        fail. Arguments and errors as in the constructor.
+        fail. Arguments and errors are those of the constructor.
         """
         self.worker_group.end("it is being restarted")
         with self.held():
@@ -440,7 +449,7 @@ class Policy(PolicyInterface):
     def _run_scoring(
         self, method: str, data: BatchedDataDict[Any], micro_batch_size: int | None, **common: Any
     ) -> tuple[ShardedBatch, list[Any]]:
-        """Score at least one row on all ranks, and return the sharded batch (to restore the order) and the results."""
+        """Score at least one row on all ranks. Return the sharded batch (to restore the order) and the results."""
         strategy = logprob_strategy(self.config, micro_batch_size)
         sharded = self._shard(self._scoring_rows(method, data), strategy)
         if self.config.offload_optimizer_for_logprob:
@@ -455,7 +464,7 @@ class Policy(PolicyInterface):
         return shard_batch(rows, self.data_parallel_size, strategy, group_size, shares_prompts=self._shares_prompts)
 
     def _load_checkpoint(self, weights_path: str | PathLike[str], optimizer_path: str | PathLike[str] | None) -> None:
-        """Restore the ranks from a checkpoint, or stop them if that fails, as the caller has no policy to shut down."""
+        """Restore the ranks from a checkpoint. On failure, stop them, because the caller has no policy to shut down."""
         with ExitStack() as undo:
             undo.callback(self.worker_group.shutdown, force=True)
             self.ranks.everywhere(

@@ -1,18 +1,17 @@
-"""Call a policy's ranks, and join what they return.
+"""Call a policy's ranks, and join their results.
 
-Call a policy's ranks, one thread at a time, with a deadline from `cluster.timeouts` for each call.
-
-Invariant: all ranks get calls in the same order, and a thread that holds the ranks, such as a weight stream, never sees
-half-updated weights.
+`RankCalls` lets one thread at a time call the ranks, with a deadline from `cluster.timeouts` for each call. Invariants:
+all ranks get calls in the same order. A thread that holds the ranks, such as a weight stream, never sees half-updated
+weights.
 
 Log-probabilities of stored rows stay in the object store like the rows:
 
     rank: whole ─► scores ─► keep ─► object store ──────────────────────────────► rank: whole
                               └────► references, errors ─► driver: of_rows ─────────┘
 
-Make a loss that is defined in a user's own file usable in the workers. Classes are pickled as "module and name", so a
-worker has to import the module. It can import installed packages, but not a file next to a script on another node.
-Invariant: code outside installed packages is pickled with the loss, all other code by name.
+`make_portable` makes a loss usable in the workers that is defined in a user's own file. Classes are pickled as "module
+and name", so a worker has to import the module. It can import installed packages, but not a file next to a script on
+another node. Invariant: code outside of installed packages is pickled with the loss, all other code by name.
 """
 
 import logging
@@ -47,14 +46,14 @@ from nemo_rl.models.training.tensor_checks import listed
 from nemo_rl.utils.errors import DeadlineExceededError, NemoRLError
 
 _DESCRIPTION_S = 60.0
-"""Seconds to make a model without memory and count its operations."""
+"""Time limit for making a model without memory and counting its operations."""
 
 
 class RankCalls:
-    """Calls methods of the ranks and waits for the results, and raises the error of a rank that raises or dies.
+    """Calls methods of the ranks and waits for the results. If a rank raises or dies, its error is raised.
 
     Args:
-        layout: which rows a rank gets, and whose results count.
+        layout: Says which rows a rank gets, and which ranks return results.
     """
 
     def __init__(self, workers: RayWorkerGroup, layout: ParallelLayout, timeouts: TimeoutsConfig) -> None:
@@ -62,18 +61,18 @@ class RankCalls:
         self._layout = layout
         self._timeouts = timeouts
         self.work = WorkCount(self._describe_passes)
-        """The passes over rows so far."""
+        """Counter of the passes over rows so far."""
         self._turn = threading.RLock()
         self._num_ended = 0
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep other threads from calling the ranks, while the same thread may nest this.
+        """Keep other threads from calling the ranks. The same thread may enter again.
 
         An update of several global batches may take long, but each of its calls has a deadline.
 
         Raises:
-            DeadlineExceededError: another thread holds the ranks, and none of its calls has ended within the longest
+            DeadlineExceededError: Another thread holds the ranks, and none of its calls has ended within the longest
                 deadline of a call.
         """
         longest, num_ended = max(self._timeouts.train_s, self._timeouts.checkpoint_s), -1
@@ -90,7 +89,7 @@ class RankCalls:
             self._turn.release()
 
     def with_rows(self, method: str, sharded: ShardedBatch, **common: Any) -> list[Any]:
-        """Call a method on every rank with its data-parallel rank's rows, and return results in that order."""
+        """Call a method on every rank with the rows of its data-parallel rank, and return results in that order."""
         with self.held(), self._counted(method, sharded, is_counted=not common.get("eval_mode")):
             future = self._workers.run_all_workers_sharded_data(
                 method,
@@ -104,7 +103,7 @@ class RankCalls:
             return self._answers(future, f"policy {method}")
 
     def everywhere(self, method: str, phase: str, **kwargs: Any) -> list[Any]:
-        """Call a method on every rank with the same arguments, and name the work in messages by `phase`."""
+        """Call a method on every rank with the same arguments. `phase` names the work in messages."""
         with self.held():
             future = self._workers.run_all_workers_single_data(method, **kwargs)
             return self._answers(future, phase, self._timeouts.checkpoint_s)
@@ -159,7 +158,7 @@ def _warn_of_values(update: dict[str, float], rank: UpdateResult) -> None:
 
 
 def train_result(updates: list[dict[str, float]], loss_fn: AnyLossFunction) -> TrainResult:
-    """Build the result of all global batches, with empty entries for skipped ones."""
+    """Build the result of all global batches. Skipped ones have loss and gradient norm 0."""
     made = [update for update in updates if update]
     num_skipped = len(updates) - len(made)
     none_made = {} if made else {"num_updates": 0.0}
@@ -179,7 +178,7 @@ def train_result(updates: list[dict[str, float]], loss_fn: AnyLossFunction) -> T
 
 
 def join_layers(of_stages: list[tuple[list[str], list[torch.Tensor]]]) -> tuple[list[str], list[torch.Tensor]]:
-    """Join the layers of all pipeline stages, also with several chunks each, in the order of their numbers."""
+    """Join the layers of all pipeline stages in the order of their numbers. A stage may have several chunks."""
     layers = [pair for names, outputs in of_stages for pair in zip(names, outputs, strict=True)]
     if len(of_stages) > 1:
         # Imported here, because it imports torch.distributed.tensor and everything below it.
@@ -190,7 +189,7 @@ def join_layers(of_stages: list[tuple[list[str], list[torch.Tensor]]]) -> tuple[
 
 
 def of_rows(sharded: ShardedBatch, kept: Sequence[Kept]) -> tuple[list[StoredScores | None], Tensor]:
-    """Return the scores of the ranks, and the errors `[B]` float32, in the order of the batch's rows."""
+    """Return references of the scores, and the errors `[B]` float32, in the order of the batch's rows."""
     scores = [StoredScores(part.scores, start) for part in kept for start in part.starts]
     order = [int(position) for position in sharded.plan.restore_order[: sharded.num_rows]]
     return [scores[position] for position in order], sharded.restore([part.errors_B for part in kept])
@@ -211,7 +210,7 @@ def make_portable(loss_fn: Any) -> None:
 
 
 def _is_users_own(module: ModuleType) -> bool:
-    """Return whether a worker may not find the module."""
+    """Return whether a module is the user's own, so that a worker may not find it."""
     file = getattr(module, "__file__", None)
     if module.__name__ == "__main__" or file is None:
         return False

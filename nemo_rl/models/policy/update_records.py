@@ -36,7 +36,7 @@ class UpdateRecord:
     after: dict[str, Fingerprint]
     """Weights after the update."""
     modules: list[list[tuple[str, Fingerprint]]]
-    """For each rank, name and output of each call of a module, in order; empty if they were not recorded."""
+    """Name and output of each call of a module, in order, for each rank. Empty if outputs were not recorded."""
     devices: list[str]
     """Names of the devices of the ranks."""
     logprobs: dict[int, Tensor]
@@ -76,7 +76,7 @@ def start_recording(policy: Policy, *, of_modules: bool) -> None:
 
 
 def take_records(policy: Policy) -> list[UpdateRecord]:
-    """Stop the recording, and return what the ranks recorded since `start_recording`, one record for each update.
+    """Stop recording, and return what the ranks recorded since `start_recording`, one record for each update.
 
     Raises:
         DeadlineExceededError, WorkerDiedError: a rank does not answer.
@@ -89,7 +89,7 @@ def _joined(of_ranks: Sequence[RankUpdate], result_ranks: Sequence[int]) -> Upda
     results = [of_ranks[rank] for rank in result_ranks]
     return UpdateRecord(
         loss=sum(sum(result.losses) for result in results),
-        # As ranks and the controller reduce them, so that sums have the same order.
+        # Reduced in the same way as ranks and the controller do it, so that sums have the same order.
         metrics=reduce_metrics([reduce_metrics(result.metrics) for result in results]),
         grad_norm=of_ranks[0].grad_norm,
         lr=of_ranks[0].lr,

@@ -1,7 +1,7 @@
 """Stream the policy's weights to the engines, for `algorithms.rollout.refit`.
 
-Runs in the controller: requests each bucket from all ranks and joins their reports. Invariant: the ranks give each
-other what goes into a bucket, so every rank is called every time, whichever rank packs.
+It runs in the controller, requests each bucket from all ranks and joins their reports. Invariant: the ranks exchange
+the blocks of a bucket, so every rank is called for every bucket, whichever rank packs it.
 """
 
 from contextlib import AbstractContextManager
@@ -18,9 +18,9 @@ class PolicyWeightStream:
     """Streams a policy's weights.
 
     Args:
-        dtype: torch dtype that the engines compute in, for example "bfloat16".
-        timeout_s: seconds to wait for the packing of one bucket.
-        encoding: what is sent in place of weights of that dtype, such as float8 values and scales.
+        dtype: Name of the torch dtype in which the engines compute, for example "bfloat16".
+        timeout_s: Time limit for the packing of one bucket, in seconds.
+        encoding: Encoding of weights that are not sent in `dtype`, such as float8 values with scales.
     """
 
     def __init__(self, policy: Policy, dtype: str, timeout_s: float, encoding: Encoding | None = None):
@@ -52,7 +52,7 @@ class PolicyWeightStream:
         return self._workers.pending_calls(calls)
 
     def next_weight_buckets(self) -> list[Bucket]:
-        """Let the ranks give each other blocks of the next tensors and pack a bucket of each lane.
+        """Let the ranks exchange blocks of the next tensors, and pack a bucket for each lane.
 
         Raises:
             WeightSyncError: ranks disagree about the stream.

@@ -1,1 +1,1 @@
-"""Parts that both training backends share: their interface, model inputs, adapters, checks of meshes."""
+"""Share between the training backends: their interface, model inputs, adapters, and checks of meshes."""

@@ -1,14 +1,12 @@
-"""The training backends for runs and tools, without a model: their choice, and the export of their checkpoints.
+"""Choose the training backend of a configuration, and answer questions about runs and checkpoints without a model.
 
-Choose the training backend of a configuration, and answer questions about runs and checkpoints without a model.
-
-`TrainingBackend` is used in the controller, in tools and before Ray starts; it names the `PolicyBackend` that each rank
+`TrainingBackend` is used in the controller, in tools and before Ray starts. It names the `PolicyBackend` that each rank
 builds. Invariant: only a backend knows what the folders `weights` and `optimizer` of a checkpoint contain.
 
-Export checkpoints of the library's own backends: folders with tensors, a Hugging Face configuration and a tokenizer. A
-backend says where its tensors and its configuration are, how an exported model is written, and how the weights of a
-checkpoint are read into a model of transformers. Invariant: `verify_export` compares the exported folder as
-`transformers` reads it with the checkpoint as the backend reads it.
+`FolderBackend` exports checkpoints of the library's own backends, which are folders with tensors, a Hugging Face
+configuration and a tokenizer. A subclass says where its tensors and its configuration are, how an exported model is
+written, and how the weights of a checkpoint are read into a model of transformers. Invariant: `verify_export` compares
+the exported folder, read by `transformers`, with the checkpoint, read by the backend.
 """
 
 import json
@@ -43,17 +41,17 @@ BACKENDS = {
     "dtensor_cfg": "nemo_rl.models.dtensor.training_backend.DTensorTraining",
     "megatron_cfg": "nemo_rl.models.megatron.training_backend.MegatronTraining",
 }
-"""Backends of the library: the section of `policy` that enables each, and its class. The first is on by default."""
+"""Classes of the library's backends, by the section of `policy` that enables each. The first is on by default."""
 
 
 class TrainingBackend(ABC):
-    """A training backend as seen from outside its ranks. It imports no library that only ranks need."""
+    """A training backend, used outside of its ranks. It imports no library that only ranks need."""
 
     rank_class: ClassVar[str]
-    """Dotted name of its `PolicyBackend`, imported in the ranks."""
+    """Dotted name of the backend's `PolicyBackend`, which is imported in the ranks."""
 
     config_class: ClassVar[type | None] = None
-    """Dataclass or pydantic model that `training_backend.kwargs` have to fit; None checks nothing."""
+    """Dataclass or pydantic model that `training_backend.kwargs` must match. If None, they are not checked."""
     offloads_trained_weights: ClassVar[bool] = False
     """True if `PolicyBackend.move_weights` also moves the weights of a model with an optimizer."""
 
@@ -62,35 +60,35 @@ class TrainingBackend(ABC):
         """Refuse a model that cannot be trained or scored, before Ray starts.
 
         Args:
-            num_ranks: number of processes that hold the model.
-            section: name of the section, for messages; `policy` is the model that is trained.
+            num_ranks: Number of processes that hold the model.
+            section: Name of the section, for messages. `policy` is the model that is trained.
 
         Raises:
-            ConfigError: names the keys.
+            ConfigError: The model is refused. The message names the keys.
         """
 
     def check_sizes(self, policy: PolicyConfig, num_ranks: int, section: str = "policy") -> None:
-        """Make those checks of `check` that take milliseconds, for a search that asks about hundreds of meshes.
+        """Make those checks of `check` that take milliseconds, for a search over hundreds of meshes.
 
         Args:
-            num_ranks: number of processes that hold the model.
-            section: name of the section, for messages.
+            num_ranks: Number of processes that hold the model.
+            section: Name of the section, for messages.
 
         Raises:
-            ConfigError: as `check`.
+            ConfigError: See `check`.
         """
         self.check(policy, num_ranks, section)
 
     def accepted_rows(self, policy: PolicyConfig) -> AcceptedRows:
-        """Return which rows the ranks accept (by default token ids only), so that `Policy` refuses the others."""
+        """Return which rows the ranks accept, so that `Policy` refuses all others. The default is token ids only."""
         return AcceptedRows(type(self).__name__)
 
     def environment(self, policy: PolicyConfig) -> dict[str, str]:
-        """Return environment variables of the ranks, which `env_vars` of the backend's section override."""
+        """Return environment variables of the ranks. `env_vars` of the backend's section override them."""
         return {}
 
     def rank_memory(self) -> "type[RankMemory] | None":
-        """Return the class that predicts the memory of a rank, or None, the default, if there is none."""
+        """Return the class that predicts the memory of a rank. The default is None: there is no prediction."""
         return None
 
     def predict_memory(
@@ -104,18 +102,18 @@ class TrainingBackend(ABC):
         rows_per_prompt: int = 1,
         rows_per_sample: int = 1,
     ) -> MemoryPlan | None:
-        """Predict the memory of the rank that needs most, for the largest microbatch that the section allows.
+        """Predict the memory of the rank that needs the most, for the largest microbatch that the section allows.
 
         Args:
-            num_ranks: number of processes that hold the model.
-            trains: whether the model has an optimizer.
-            keeps_reference: whether its initial weights are kept.
-            on_gpu: whether each rank has a GPU.
-            rows_per_prompt: sequences of a batch that begin with the same prompt.
-            rows_per_sample: rows of a sample, 2 for pairs, of which a scalar head compares the scores of whole rows.
+            num_ranks: Number of processes that hold the model.
+            trains: Whether the model has an optimizer.
+            keeps_reference: Whether its initial weights are kept.
+            on_gpu: Whether each rank has a GPU.
+            rows_per_prompt: Number of sequences of a batch that begin with the same prompt.
+            rows_per_sample: Number of rows of a sample: 2 for pairs, whose scores a loss compares.
 
         Returns:
-            The plan; None if the backend has no prediction.
+            The plan, or None if the backend has no prediction.
         """
         memory = self.rank_memory()
         if memory is None:
@@ -140,21 +138,21 @@ class TrainingBackend(ABC):
         """Add the files that one process writes to a checkpoint that all ranks have written.
 
         Args:
-            weights: the folder that the ranks wrote.
-            tokenizer: saved next to the weights if the folder can then be loaded by itself.
-            precision: number format of an additional Hugging Face model for others to use; None: no such model.
+            weights: The folder that the ranks have written.
+            tokenizer: Tokenizer to save next to the weights, if the folder can then be loaded by itself.
+            precision: Number format of an additional Hugging Face model for other programs. If None, it is not written.
         """
 
     @abstractmethod
     def checkpoint_bytes(self, policy: PolicyConfig, checkpointing: CheckpointingConfig) -> int | None:
-        """Return the bytes that the first checkpoint needs at least on the disk, or None if unknown."""
+        """Return the least number of bytes that the first checkpoint needs on the disk, or None if unknown."""
 
     @abstractmethod
     def find_weights(self, path: Path) -> Path:
-        """Find the weights folder of a checkpoint, from it or from a folder above it.
+        """Find the weights folder of a checkpoint, given this folder or a folder above it.
 
         Raises:
-            CheckpointError: there is none.
+            CheckpointError: There is no weights folder.
         """
 
     @abstractmethod
@@ -162,13 +160,13 @@ class TrainingBackend(ABC):
         """Write a folder that `from_pretrained` and engines load.
 
         Args:
-            weights: what `find_weights` returns.
-            target: a new or empty folder.
-            tokenizer_name: tokenizer for checkpoints that have none.
-            dtype: number format of floating-point weights; None keeps that of the checkpoint.
+            weights: Folder that `find_weights` returns.
+            target: A new or empty folder.
+            tokenizer_name: Tokenizer for checkpoints that have none.
+            dtype: Number format of floating-point weights. None keeps the checkpoint's format.
 
         Raises:
-            CheckpointError: the target holds files already, or the checkpoint lacks something.
+            CheckpointError: The target already holds files, or a file of the checkpoint is missing.
         """
 
     @abstractmethod
@@ -180,10 +178,10 @@ BACKEND_CLASSES: Registry[TrainingBackend] = Registry("training backend", Traini
 
 
 def training_backend(policy: PolicyConfig) -> TrainingBackend:
-    """Make the backend that a policy section names.
+    """Make the backend that a section `policy` names.
 
     Raises:
-        ConfigError: no backend is enabled, or `training_backend.name` is not a class of one.
+        ConfigError: No backend is enabled, or `training_backend.name` is not the class of a backend.
     """
     own = policy.training_backend
     backend = _make(own.name if own else None, [name for name in BACKENDS if getattr(policy, name).enabled])
@@ -193,14 +191,14 @@ def training_backend(policy: PolicyConfig) -> TrainingBackend:
 
 
 def backend_of_checkpoint(path: Path, config_file: Path | None = None) -> TrainingBackend:
-    """Make the backend that the configuration in a step folder names as its writer, or DTensor if it names none.
+    """Make the backend that wrote a checkpoint, by the configuration in the step folder. The default is DTensor.
 
     Args:
-        config_file: that configuration, if it is elsewhere.
+        config_file: File of the configuration, if it is not in the step folder.
 
     Raises:
-        CheckpointError: the file is not a run configuration.
-        ConfigError: the backend cannot be imported.
+        CheckpointError: The file is not a run configuration.
+        ConfigError: The backend cannot be imported.
     """
     folder = path.expanduser().absolute()
     places = [config_file] if config_file else [above / "config.yaml" for above in (folder, *folder.parents[:3])]
@@ -237,17 +235,18 @@ def convert_dcp_to_hf(
     """Export a checkpoint as a Hugging Face folder, with NeMo RL's arguments.
 
     Args:
-        dcp_ckpt_path: a step folder, or its `policy/weights`.
-        model_name_or_path: has no effect: a checkpoint names its model.
-        tokenizer_name_or_path: tokenizer for checkpoints that have none.
-        overwrite: replace an existing folder when the export is complete; otherwise it must be new or empty.
-        hf_overrides: values for the exported `config.json`.
+        dcp_ckpt_path: A step folder, or its `policy/weights`.
+        model_name_or_path: Has no effect, because a checkpoint names its model.
+        tokenizer_name_or_path: Tokenizer for checkpoints that have none.
+        overwrite: Whether to replace an existing folder when the export is complete. If not, the folder must be new or
+        empty.
+        hf_overrides: Values that replace those of the exported `config.json`.
 
     Returns:
         `hf_ckpt_path`.
 
     Raises:
-        CheckpointError: there is no checkpoint, it is damaged, or the folder holds files.
+        CheckpointError: There is no checkpoint, it is damaged, or the folder holds files.
     """
     source, target = Path(dcp_ckpt_path), Path(hf_ckpt_path)
     backend = backend_of_checkpoint(source)
@@ -273,9 +272,9 @@ class FolderBackend(TrainingBackend):
     """A backend whose checkpoints are folders of one model."""
 
     section: ClassVar[str]
-    """Its section in the policy."""
+    """Name of the backend's section in `policy`."""
     kind: ClassVar[str] = ""
-    """Addition to "policy checkpoint" in messages."""
+    """Text that follows "policy checkpoint" in messages."""
     tensor_folder: ClassVar[str]
     """Subfolder of a weights folder that holds the tensors."""
     tensor_files: ClassVar[str]
@@ -287,7 +286,7 @@ class FolderBackend(TrainingBackend):
 
     @abstractmethod
     def write_model(self, weights: Path, target: Path, dtype: torch.dtype | None) -> None:
-        """Write the model of a checkpoint as a folder that `from_pretrained` loads, with None to keep the dtype."""
+        """Write a checkpoint's model as a folder that `from_pretrained` loads. A `dtype` of None keeps the dtype."""
 
     @abstractmethod
     def read_into(self, model: "PreTrainedModel", weights: Path) -> None:
@@ -298,10 +297,10 @@ class FolderBackend(TrainingBackend):
         """
 
     def layout_of(self, policy: PolicyConfig, num_ranks: int, section: str) -> ParallelLayout:
-        """Return the axis sizes of a model's section.
+        """Return the parallel layout that a model's section configures.
 
         Raises:
-            ConfigError: the ranks do not divide into them; names the section.
+            ConfigError: The number of ranks does not divide into the axis sizes. The message names the section.
         """
         try:
             return ParallelLayout.of(policy, num_ranks)
@@ -320,10 +319,11 @@ class FolderBackend(TrainingBackend):
         """Return the weights folder.
 
         Args:
-            path: a step folder, its `policy`, `policy/weights` or the subfolder of that with the tensors.
+            path: A step folder, its `policy`, its `policy/weights`, or the subfolder of `policy/weights` with the
+            tensors.
 
         Raises:
-            CheckpointError: none of these holds weights.
+            CheckpointError: None of these folders holds weights.
         """
         given = path.expanduser()
         for folder in (given, given / "weights", given / "policy" / "weights", given.parent):
@@ -365,10 +365,10 @@ class FolderBackend(TrainingBackend):
         logger.info("Exported %s to %s.", source, target)
 
     def verify_export(self, weights: Path, target: Path) -> "ExportCheck":
-        """See `TrainingBackend.verify_export`. It compares in float32 on the CPU.
+        """See `TrainingBackend.verify_export`. The outputs are compared in float32 on the CPU.
 
-        The checkpoint is read into a model with random weights, the exported folder by `from_pretrained`. The wait is
-        shown on the console.
+        The checkpoint is read into a model with random weights, and the exported folder is read by `from_pretrained`. A
+        message on the console says that the comparison is running.
 
         Raises:
             CheckpointError: the weights do not fit the model.

@@ -1,12 +1,11 @@
 """Turn one microbatch of rows into model inputs, and scored tokens back into `[b, T - 1]`.
 
-Sits between the data (`[b, T]`, right padded) and a backend's forward. A microbatch is either padded and trimmed to
-its longest row, or packed: all rows end to end in one row, with positions that restart. Packed rows have one copy of
-the tokens that they share, if the driver has found such tokens (`shared_prefixes`). No attention mask is made: with
-right padding and causal attention no real token sees padding, and an all-ones mask would disable transformers' own
-packing detection.
+A microbatch (`[b, T]`, right padded) is either padded and trimmed to its longest row, or packed: all rows are
+concatenated to one row, with positions that restart. Packed rows have one copy of the tokens that they share, if the
+driver has found such tokens (`shared_prefixes`). No attention mask is made: with right padding and causal attention no
+real token sees padding, and an all-ones mask would disable transformers' own packing detection.
 
-Invariant: the loss sees the same `[b, T - 1]` log-probabilities, in the same places, padded or packed.
+Invariant: the loss gets the same `[b, T - 1]` log-probabilities, in the same places, padded or packed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,7 @@ from nemo_rl.models.expert_routing import laid_out
 from nemo_rl.models.training.shared_prefixes import share_prefixes, spread
 
 type Places = Callable[[Tensor, Tensor], Tensor]
-"""Maps rows and columns of tokens to their places in the flattened model tokens."""
+"""Function from rows and columns of tokens to their indices in the flattened model tokens."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +33,9 @@ class InputLayout:
     """The layout of rows as model inputs."""
 
     packed: bool
-    """Whether rows lie end to end instead of being padded."""
+    """Whether rows are concatenated instead of being padded."""
     round_to: int = 1
-    """The model's sequence length is rounded up to a multiple of this many tokens."""
+    """Number to whose multiples the model's sequence length is rounded up."""
 
 
 @dataclass(frozen=True)
@@ -48,31 +47,32 @@ class ModelInputs:
     positions_K: Tensor
     """Indices into the flattened model tokens whose successor is scored."""
     targets_K: Tensor
-    """Token ids of the successors; `[K, k]` where k ids are scored at each position."""
+    """Token ids of the successors. `[K, k]` if k ids are scored at each position."""
     places_K: Tensor
-    """Where the scores go in the flattened `[b, T - 1]`; `[N]` with `score_N`."""
+    """Indices of the scores in the flattened `[b, T - 1]`. With `score_N` the shape is `[N]`."""
     shape: tuple[int, int]
     """`(b, T - 1)`."""
     unfiltered: bool = False
     """Whether to score under the temperature that the policy samples with, but without top-k and top-p."""
     top_k: TopK | None = None
-    """Return the largest logits of each position and their ids instead of scoring targets."""
+    """If set, the largest logits of each position and their ids are returned, instead of scores of targets."""
     real_tokens: Tensor | None = None
-    """`[b, T]` bool like `input_ids`, False on padding; None: all are real."""
+    """`[b, T]` bool with the shape of `input_ids`, False on padding. If None, all tokens are real."""
     score_N: Tensor | None = None
-    """`[N]` int64, the index of the score that goes to each place, where several rows share a scored token; None: each
-    score goes to one place."""
+    """`[N]` int64, the index of the score for each place, if several rows share a scored token. If None, each score has
+    one place."""
     routed_experts: Tensor | None = None
-    """`[b, T, L, k]` like `input_ids`, the experts that the engine chose in each of L layers, -1 for a token that it
-    has not reported; None: no token has any. Backends replay them if `policy.router_replay` is enabled."""
+    """`[b, T, L, k]` in the layout of `input_ids`, the experts that the engine chose in each of L layers, -1 for a
+    token that it has not reported. None if no token has experts. Backends replay them if `policy.router_replay` is
+    enabled."""
 
     @property
     def further_names(self) -> list[str]:
-        """Arguments in `model_inputs` that come from `row_inputs` and are not laid out by tokens."""
+        """Names of the arguments in `model_inputs` that come from `row_inputs` and have no token axis."""
         return [name for name in self.model_inputs if name not in TOKEN_ARGUMENTS]
 
     def scatter(self, values_K: Tensor) -> Tensor:
-        """Put per-token values, with their gradients, at their places in `[b, T - 1]`, with zeros elsewhere.
+        """Put per-token values, with their gradients, at their places in `[b, T - 1]`. All other places are 0.
 
         Args:
             values_K: `[K]`, or `[K, k]` for `[b, T - 1, k]`.
@@ -92,7 +92,7 @@ def split_rows(data: BatchedDataDict[Any], sizes: Sequence[int]) -> Iterator[Bat
 
 
 def training_targets(rows: BatchedDataDict[Any]) -> Tensor:
-    """Return the targets that a loss can count, `[b, T - 1]` bool: token_mask of the successor, and sample_mask."""
+    """Return which successors a loss can count, `[b, T - 1]` bool, by their `token_mask` and the `sample_mask`."""
     return (rows["token_mask"][:, 1:] > 0) & (rows["sample_mask"][:, None] > 0)
 
 
@@ -122,17 +122,17 @@ def build_model_inputs(
 
 
 def build_training_inputs(rows: BatchedDataDict[Any], layout: InputLayout, device: torch.device) -> ModelInputs:
-    """Call `build_model_inputs` for the targets that a loss can count."""
+    """Lay out the rows to score the targets that a loss can count (see `build_model_inputs`)."""
     return build_model_inputs(rows, training_targets(rows), layout, device)
 
 
 def build_distillation_inputs(rows: BatchedDataDict[Any], layout: InputLayout, device: torch.device) -> ModelInputs:
-    """Call `build_training_inputs`, with the teacher's top-k tokens as targets, under the softmax of all tokens.
+    """Lay out the rows to score the teacher's top-k tokens, under the softmax over all tokens.
 
     Args:
-        rows: keys of a training batch, and `teacher_topk_indices [b, T, k]`; position t belongs to the distribution
+        rows: Keys of a training batch, and `teacher_topk_indices [b, T, k]`. Position t belongs to the distribution
             after token t.
-        layout: padded or packed.
+        layout: Padded or packed.
     """
     inputs = _each_place(build_training_inputs(rows, layout, device))  # rows may have other teachers' tokens
     num_rows, width = inputs.shape
@@ -142,7 +142,7 @@ def build_distillation_inputs(rows: BatchedDataDict[Any], layout: InputLayout, d
 
 
 def build_score_inputs(rows: BatchedDataDict[Any], layout: InputLayout, device: torch.device) -> ModelInputs:
-    """Lay out the rows of one microbatch to score whole rows: K = b, at each row's last token.
+    """Lay out the rows of one microbatch to score whole rows. K = b: the scored positions are the rows' last tokens.
 
     Args:
         rows: `input_ids [b, T]` right padded and `input_lengths [b]`, on the CPU.
@@ -155,19 +155,19 @@ def build_score_inputs(rows: BatchedDataDict[Any], layout: InputLayout, device: 
 
 
 def build_topk_inputs(rows: BatchedDataDict[Any], top: TopK, layout: InputLayout, device: torch.device) -> ModelInputs:
-    """Call `build_position_inputs` for the largest logits after every token, as `top` says."""
+    """Lay out the rows for the largest logits after every token, as `top` says (see `build_position_inputs`)."""
     return replace(build_position_inputs(rows, layout, device), top_k=top)
 
 
 def build_position_inputs(rows: BatchedDataDict[Any], layout: InputLayout, device: torch.device) -> ModelInputs:
-    """Lay out the rows of one microbatch for the model's outputs after every real token, including the last.
+    """Lay out the rows of one microbatch for the model's outputs after every real token, including the last one.
 
     Args:
         rows: `input_ids [b, T]` right padded and `input_lengths [b]`, on the CPU.
         layout: padded or packed.
 
     Returns:
-        Inputs of `shape` `(b, T)`: position t belongs to what the model gives after token t.
+        Inputs of `shape` `(b, T)`. Position t belongs to the model's output after token t.
     """
     input_ids, lengths = rows["input_ids"], rows["input_lengths"]
     num_rows, width = input_ids.shape
@@ -208,9 +208,10 @@ def _scored_at(
 
 
 def _scored_once(positions_N: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return positions without repetition, their targets, and the index of each given position among them.
+    """Return the distinct positions, their targets, and for each given position the index of its distinct position.
 
-    A token that rows share has the same successor in all of them, so any of their targets is the target.
+    A token that rows share has the same successor in all of them, so the target of any row can be used. If all
+    positions are distinct, there is no index (None).
     """
     positions_K, score_N = positions_N.unique(return_inverse=True)
     if len(positions_K) == len(positions_N):
@@ -219,7 +220,7 @@ def _scored_once(positions_N: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor
 
 
 def _each_place(inputs: ModelInputs) -> ModelInputs:
-    """Return inputs in which each place has a score of its own."""
+    """Return inputs in which each place has its own score."""
     if inputs.score_N is None:
         return inputs
     positions_K, targets_K = (each.index_select(0, inputs.score_N) for each in (inputs.positions_K, inputs.targets_K))
@@ -227,7 +228,7 @@ def _each_place(inputs: ModelInputs) -> ModelInputs:
 
 
 def with_positions(inputs: ModelInputs) -> ModelInputs:
-    """Add explicit positions, for a model that does not see whole rows."""
+    """Add explicit positions, for a model that gets only parts of rows."""
     ids = inputs.model_inputs["input_ids"]
     if "position_ids" in inputs.model_inputs:
         return inputs
@@ -236,7 +237,7 @@ def with_positions(inputs: ModelInputs) -> ModelInputs:
 
 
 def packed_model_inputs(segments: list[Tensor]) -> dict[str, Any]:
-    """Lay 1-D token tensors end to end as the model's keyword arguments.
+    """Concatenate 1-D token tensors and return them as the model's keyword arguments.
 
     Args:
         segments: non-empty 1-D int64 tensors on one device.
@@ -260,7 +261,7 @@ def packed_model_inputs(segments: list[Tensor]) -> dict[str, Any]:
 
 
 def _lay_out(rows: BatchedDataDict[Any], layout: InputLayout) -> tuple[dict[str, Any], Places, Tensor]:
-    """Return the model's arguments, the places of the rows' tokens in its flattened tokens, and which are real."""
+    """Return the model's arguments, the function of places, and which of the model's tokens are real."""
     input_ids, lengths = rows["input_ids"], rows["input_lengths"].tolist()
     if layout.packed and SHARED_PREFIXES in rows and rows[SHARED_PREFIXES][:, 1].any():
         shared = share_prefixes(input_ids, lengths, prefixes_of(rows[SHARED_PREFIXES]), layout.round_to)
@@ -279,7 +280,7 @@ def _lay_out(rows: BatchedDataDict[Any], layout: InputLayout) -> tuple[dict[str,
 
 
 def _further_inputs(rows: BatchedDataDict[Any], layout: InputLayout, width: int) -> dict[str, Tensor]:
-    """Return the arguments from `row_inputs`, and positions if any row computes its own."""
+    """Return the arguments from `row_inputs`, and positions if a row has its own position rule."""
     column = rows[ROW_INPUTS]
     arguments = forward_arguments(column)
     if has_position_rule(column):
@@ -289,7 +290,7 @@ def _further_inputs(rows: BatchedDataDict[Any], layout: InputLayout, width: int)
 
 
 def _from(starts_B: Tensor) -> Places:
-    """Return the places of tokens of rows that lie in one piece."""
+    """Return the places of tokens of rows that are stored contiguously from the given starts."""
     return lambda row_K, column_K: starts_B[row_K] + column_K
 
 
@@ -299,7 +300,7 @@ def _on(device: torch.device, model_inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _padded(input_ids: Tensor, lengths: Sequence[int], round_to: int) -> dict[str, Any]:
-    """Trim rows to the longest one, rounded up, with token 0 in columns beyond the data."""
+    """Trim rows to the longest one, rounded up. Columns beyond the data have token 0."""
     longest = round_up(max(lengths), round_to)
     trimmed = input_ids[:, :longest]
     missing = longest - trimmed.shape[1]
@@ -307,7 +308,7 @@ def _padded(input_ids: Tensor, lengths: Sequence[int], round_to: int) -> dict[st
 
 
 def _packed(input_ids: Tensor, lengths: Sequence[int], round_to: int) -> dict[str, Any]:
-    """Lay rows end to end, with a separate segment, to which nothing attends, for tokens added by rounding."""
+    """Concatenate rows. Tokens added by rounding form a separate segment, to which no row attends."""
     segments = [row[:length] for row, length in zip(input_ids, lengths, strict=True)]
     filler = round_up(sum(lengths), round_to) - sum(lengths)
     if filler:

@@ -1,7 +1,7 @@
 """The interface between a training backend and the worker of its rank.
 
-`policy.workers` calls it with `inputs`; `backends` chooses the one that a configuration names. Invariant: a
-backend knows tensors, meshes and files; it knows no loss, no advantage, no microbatch plan.
+`policy.workers` calls a backend with `inputs`, and `backends` chooses the backend that a configuration names.
+Invariant: a backend handles tensors, meshes and files. It has no code about losses, advantages or microbatch plans.
 """
 
 from abc import ABC, abstractmethod
@@ -19,7 +19,7 @@ from nemo_rl.models.training.inputs import ModelInputs
 from nemo_rl.weight_sync.parts import HeldWeights, WholeWeights
 
 ForwardStep = Callable[[int, Tensor, Tensor], Tensor | None]
-"""Maps `(microbatch index, logprobs_K, entropy_K)` to a scalar loss, or to None when only scoring.
+"""Function from `(microbatch index, logprobs_K, entropy_K)` to a scalar loss, or to None if only scores are needed.
 
 With `ModelInputs.top_k` the tensors are `logits_Kk` and `ids_Kk`.
 """
@@ -32,26 +32,26 @@ class CheckpointPaths:
     weights: Path
     """Folder of the weights."""
     optimizer: Path | None = None
-    """Folder of optimizer, schedule and random-number state; None: they are not written or read."""
+    """Folder of the state of optimizer, schedule and random numbers. If None, it is not written or read."""
 
 
 class PolicyBackend(ABC):
     """One rank's model, in any training library. Every method is collective over all ranks.
 
     Args:
-        device: where this rank computes. The process group exists already.
-        layout: position of each rank on the parallel axes.
-        init_optimizer: make optimizer and schedule (a frozen scorer needs none).
-        init_reference_model: keep the initial weights for reference log-probabilities.
+        device: Device on which this rank computes. The process group exists already.
+        layout: Position of each rank on the parallel axes.
+        init_optimizer: Whether to make optimizer and schedule. A frozen scorer needs none.
+        init_reference_model: Whether to keep the initial weights for reference log-probabilities.
     """
 
     device: torch.device
-    """Where this rank computes."""
+    """Device on which this rank computes."""
     shares_prompts: bool = False
-    """Whether `run` accepts packed rows with one copy of tokens that they share (`shared_prefixes`)."""
+    """Whether `run` accepts packed rows with one copy of the tokens that they share (`shared_prefixes`)."""
     dropped_for: Sequence[str] = ()
-    """Names of this rank's tensors that were not finite when `clip_and_step` last dropped an update; empty in a backend
-    that does not fill it."""
+    """Names of this rank's tensors that were not finite when `clip_and_step` last dropped an update. Empty if the
+    backend does not report them."""
     _whole_weights: tuple[torch.dtype | None, WholeWeights] | None = None
 
     @abstractmethod
@@ -68,7 +68,7 @@ class PolicyBackend(ABC):
 
     @abstractmethod
     def run(self, microbatches: Sequence[ModelInputs], forward_step: ForwardStep, *, backward: bool) -> None:
-        """Forward each microbatch, pass its scores to `forward_step`, and back-propagate its loss.
+        """Forward each microbatch, pass its scores to `forward_step`, and, if `backward`, back-propagate its loss.
 
         `forward_step` is called in the last pipeline stage only. It gets the scores of all K tokens, even if
         context-parallel ranks divide them. Gradients accumulate as a sum over microbatches and data-parallel ranks.
@@ -81,29 +81,29 @@ class PolicyBackend(ABC):
     def update_metrics(self) -> dict[str, float]:
         """Return the model's own metrics of the training passes of an update, equal on all ranks.
 
-        Called once after these passes. The default has no metrics.
+        This is called once, after the passes. By default there are no metrics.
         """
         return {}
 
     def weights_here(self) -> dict[str, Tensor]:
         """Return this rank's part of every parameter by name, not copied, so that it can be checked for NaN.
 
-        The default returns nothing, so that nothing is checked.
+        By default no parameters are returned, so none is checked.
         """
         return {}
 
     def gradients_here(self) -> dict[str, Tensor]:
         """Return this rank's part of every gradient by the name of its parameter, between `run` and `clip_and_step`.
 
-        The default takes them from `weights_here`.
+        By default they are taken from `weights_here`.
         """
         weights = self.weights_here().items()
         return {name: weight.grad for name, weight in weights if weight.grad is not None}
 
     def modules_here(self) -> dict[str, nn.Module]:
-        """Return the modules of this rank by name, to find the one whose output differs from that of another run.
+        """Return the modules of this rank by name, to find a module whose output differs from that of another run.
 
-        The default returns the decoder layers and what is in them.
+        By default these are the decoder layers and the modules in them.
         """
         return {
             f"{name}.{inner}".removesuffix("."): module
@@ -125,15 +125,17 @@ class PolicyBackend(ABC):
 
     @abstractmethod
     def iterate_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield `(name, full tensor)` for every weight and persistent buffer, tied ones once, as in hub checkpoints.
+        """Yield `(name, full tensor)` for every weight and persistent buffer, named as in hub checkpoints.
 
-        All ranks yield the same in the same order. Tensors may share memory with others that are yielded.
+        Tied weights are yielded once. All ranks yield the same tensors in the same order. Tensors that are yielded may
+        share memory.
         """
 
     def held_weights(self, dtype: torch.dtype | None = None) -> HeldWeights:
-        """Return what this rank holds of the tensors of `iterate_weights`, so that a rank gathers only what it sends.
+        """Return the blocks that this rank holds of the tensors of `iterate_weights`.
 
-        The default takes whole tensors from `iterate_weights`, and calls it once more in a run to describe them.
+        With them, a rank gathers only the tensors that it sends. By default whole tensors are taken from
+        `iterate_weights`, which is called one additional time in a run to describe them.
         """
         if self._whole_weights is None or self._whole_weights[0] != dtype:
             self._whole_weights = (dtype, WholeWeights(lambda: self.iterate_weights(dtype), self.device))
@@ -146,7 +148,7 @@ class PolicyBackend(ABC):
     def stage_save(self, paths: CheckpointPaths) -> Callable[[], None]:
         """Copy the state that `save` writes, and return a function that writes it from another thread during training.
 
-        The default writes immediately.
+        By default the state is written immediately.
         """
         self.save(paths)
         return lambda: None
@@ -160,7 +162,7 @@ class PolicyBackend(ABC):
         """Return this stage's decoder layers by name, in forward order, to find the layer where engines differ."""
 
     def join_tokens(self, hidden_tD: Tensor) -> Tensor:
-        """Join one row's hidden states of a layer, `[T, D]` on the CPU, from the tokens that each rank has of it."""
+        """Join one row's hidden states of a layer, `[T, D]` on the CPU, from the parts that ranks have of the row."""
         return hidden_tD
 
     @abstractmethod

@@ -1,7 +1,8 @@
 """Share the rules of low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685) between training backends.
 
-Selects the layers that a section names, draws the first values of A, and checks that adapters train and reach the
-engines. Invariant: results depend on the names of the whole model and the run's seed, not on how ranks divide it.
+This module selects the layers that a section names, draws the first values of A, and checks that adapters train and
+reach the engines. Invariant: results depend on the names of the whole model and the run's seed, and not on how ranks
+divide the model.
 """
 
 import fnmatch
@@ -28,13 +29,13 @@ def select_layers(available: Sequence[str], targets: Sequence[str], excluded: Se
     (`*.layers.0.*`).
 
     Args:
-        available: names of the layers that can be adapted.
-        targets: patterns of layers to adapt; empty: all layers.
-        excluded: patterns of layers that are not adapted.
-        section: dotted name of the section, for messages.
+        available: Names of the layers that can be adapted.
+        targets: Patterns of layers to adapt. If empty, all layers.
+        excluded: Patterns of layers that are not adapted.
+        section: Dotted name of the section, for messages.
 
     Raises:
-        ConfigError: a pattern matches no layer, or no layer is left.
+        ConfigError: A pattern matches no layer, or no layer is left.
     """
     for key, patterns in (("target_modules", targets), ("exclude_modules", excluded)):
         for pattern in patterns:
@@ -58,7 +59,7 @@ def select_modules(available: Sequence[str], config: LoraConfig, section: str) -
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:
-    """Make the generator of one layer's first adapter values: the same on all ranks and at every start.
+    """Make the generator of one layer's first adapter values. It is the same on all ranks and at every start.
 
     Args:
         name: name of the layer in the whole model.
@@ -72,7 +73,7 @@ def initial_a(dim: int, inputs: int, method: str, dtype: torch.dtype, generator:
     Args:
         dim: rank of the adapter.
         inputs: number of the layer's inputs.
-        method: `xavier`, Glorot's normal; `uniform`, U(-1/sqrt(inputs), 1/sqrt(inputs)).
+        method: `xavier` for Glorot's normal distribution, or `uniform` for U(-1/sqrt(inputs), 1/sqrt(inputs)).
         dtype: dtype of the adapter.
         generator: source of random numbers.
     """
@@ -108,17 +109,17 @@ def adapters_off(adapters: Iterable[Any]) -> Iterator[None]:
 
 
 def require_moved(changed: Mapping[str, int], section: str) -> None:
-    """Check after the first update with a gradient that every adapter changes its layer.
+    """Check, after the first update with a gradient, that every adapter changes its layer.
 
     B starts at zero. If it stays zero, the model's code bypasses the layer, and the run would silently train less than
     configured.
 
     Args:
-        changed: count of nonzero numbers in B, by layer of the whole model.
-        section: dotted name of the section, for the message.
+        changed: Number of nonzero values in B, by the name of the layer in the whole model.
+        section: Dotted name of the section, for the message.
 
     Raises:
-        ConfigError: some adapters still have a B of zero; the message names them.
+        ConfigError: Some adapters still have a B of zero. The message names them.
     """
     still = [name for name, count in changed.items() if count == 0]
     if still:

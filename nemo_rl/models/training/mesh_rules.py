@@ -1,6 +1,6 @@
-"""Check that a model divides over a mesh: the arithmetic and the messages that all backends share.
+"""Check that a model divides over a mesh, with the arithmetic and the messages that all backends share.
 
-Invariant: a finding states the given size, the arithmetic and the nearest sizes that fit the model and the ranks.
+Invariant: a finding has the given size, the arithmetic and the nearest sizes that fit the model and the ranks.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -42,7 +42,7 @@ class Mesh:
     layout: ParallelLayout
     """Sizes of the axes."""
     model: PretrainedConfig
-    """Configuration of its language part."""
+    """Configuration of the model's language part."""
 
     @property
     def asked(self) -> BackendSection:
@@ -54,22 +54,22 @@ class Mesh:
         return f"{self.asked.size_keys[axis]}={self.asked.size(axis)}"
 
     def key(self, axis: str) -> str:
-        """Return the key of an axis with its value, as the user writes it."""
+        """Return the full key of an axis with its value, as the user writes it."""
         return f"{self.keys}.{self.name(axis)}"
 
     def alone(self, axis: str) -> str:
-        """Return the advice to leave an axis at one rank."""
+        """Return the advice to set an axis to one rank."""
         return f"Set {self.keys}.{self.asked.size_keys[axis]}=1."
 
     def count(self, *names: str) -> int | None:
-        """Return the first of these fields that the configuration has with a number other than 0, or None.
+        """Return the number of the first of these fields that the configuration sets, or None if it sets none.
 
-        If a field has a number for each layer, the largest counts.
+        A number of 0 counts as not set. If a field has a number for each layer, the largest one is returned.
         """
         return next((max(values) for name in names if (values := self.numbers(name))), None)
 
     def numbers(self, name: str) -> list[int]:
-        """Return the distinct numbers of a field, which has one per layer or one for all, or none if it has none."""
+        """Return the distinct numbers of a field, which may have one for all layers, one per layer, or none."""
         try:
             value = getattr(self.model, name, None)
         except RuntimeError:  # transformers raises it if the field differs by layer
@@ -89,7 +89,7 @@ class Mesh:
         return self.count("num_hidden_layers") or 1
 
     def sizes(self, axis: str) -> list[int]:
-        """Return the sizes of an axis that fit the number of ranks if the other axes do not change."""
+        """Return the sizes of an axis that fit the number of ranks if all other axes stay as they are."""
         layout = self.layout
         if axis == "ep":
             most = layout.dp_shard * layout.cp * layout.tp // self.asked.size("etp")
@@ -102,12 +102,12 @@ class Mesh:
         return [size for size in range(1, most + 1) if most % size == 0]
 
     def advice(self, given: int, fitting: Sequence[int]) -> str:
-        """Name the fitting sizes that are nearest to the given one."""
+        """Return the advice that names the fitting sizes nearest to the given size."""
         near = sorted(sorted(fitting, key=lambda size: (abs(size - given), size))[:2])
         return f"Nearest sizes that fit the model and {self.layout.num_ranks} ranks: {', '.join(map(str, near))}."
 
     def divided(self, what: str, *fields: str) -> Iterator[Divided]:
-        """Yield the part that the first of these fields counts, if the configuration has one of them."""
+        """Yield the part that the first of these fields counts, if the configuration has such a field."""
         field = next((field for field in fields if self.numbers(field)), None)
         if field is not None:
             yield from (Divided(f"{what} ({field})", number) for number in self.numbers(field))
@@ -138,12 +138,12 @@ def divided_layers(mesh: Mesh) -> Iterator[Divided]:
 
 
 def routed_experts(mesh: Mesh) -> Iterator[Divided]:
-    """Yield the routed experts of a layer."""
+    """Yield the routed experts of a layer as a part that ranks divide."""
     yield from mesh.divided("experts of a layer", *_EXPERTS)
 
 
 def vocabulary(mesh: Mesh) -> Iterator[Divided]:
-    """Yield the tokens of the model's vocabulary."""
+    """Yield the tokens of the vocabulary as a part that ranks divide."""
     yield from mesh.divided("tokens of the vocabulary", "vocab_size")
 
 

@@ -1,18 +1,19 @@
-"""Lay out the tokens that rows of a packed microbatch have in common once for all of them.
+"""Lay out a packed microbatch so that tokens that several rows have in common are there only once.
 
     row 0: p a b          packed:  p a b, p a c, p d, e
     row 1: p a c    ─►
     row 2: p d            shared:  p, a, b, c, d, e
     row 3: e
 
-All operations but attention treat tokens one by one, and a token's hidden state depends only on the tokens before it.
-So the samples of a group need their prompt once, and the branches of a session also the answers that they share: 16
-answers as long as their prompt take 17 parts instead of 32. Only attention sees whole rows: the keys of each part have
-all parts before it in front. A shared token is scored once, and the score goes to each of its rows, so that the loss of
-each row has its own advantage and mask. Invariant: scores and gradients equal those of separate rows, except for the
-last digits, because sums have another order. `data.common_prefixes` finds what rows share.
+All operations except attention treat tokens one by one, and a token's hidden state depends only on the tokens before
+it. So the samples of a group need their prompt only once, and the branches of a session need the answers that they
+share only once: 16 answers as long as their prompt take 17 parts instead of 32. Only attention needs whole rows: the
+keys of each part are preceded by the keys of all parts before it. A shared token is scored once, and each of its rows
+gets the score, so that the loss of each row has its own advantage and mask. Invariant: scores and gradients equal those
+of separate rows except for the last digits, because sums have another order. `data.common_prefixes` finds the tokens
+that rows share.
 
-Source: Prefix Grouper (Liu et al. 2025, arXiv:2506.05433), here for trees.
+Source: Prefix Grouper (Liu et al. 2025, arXiv:2506.05433), here extended to trees.
 """
 
 from collections.abc import Sequence
@@ -28,11 +29,12 @@ from nemo_rl.models.attention.plan import AttentionPlan, Piece
 
 
 class SharedPrefixes:
-    """The `DividedRow` of this layout: attention's keys of a part have all parts before it in front.
+    """The `DividedRow` of this layout: in attention, the keys of a part are preceded by those of all parts before it.
 
     Args:
-        lengths: tokens of each part of the layout; their sum is its length.
-        parents: for each part, the part in front of it, which comes earlier in the layout; None if it begins rows.
+        lengths: Number of tokens of each part of the layout. Their sum is the layout's length.
+        parents: For each part, the part before it in its rows, which comes earlier in the layout. None if the part
+            begins rows.
     """
 
     def __init__(self, lengths: Sequence[int], parents: Sequence[int | None]) -> None:
@@ -64,7 +66,7 @@ class SharedPrefixes:
 class _Spread(torch.autograd.Function):
     """Repeat scores, and sum the gradients of one score in the order of its places.
 
-    The gradient of plain indexing adds them on a GPU in any order, so that updates differ in their last bits.
+    On a GPU, plain indexing sums these gradients in any order, so updates would differ in their last bits.
     """
 
     @staticmethod
@@ -82,11 +84,11 @@ class _Spread(torch.autograd.Function):
 
 
 def spread(scores_K: Tensor, score_N: Tensor) -> Tensor:
-    """Return the score of each place, `[N, ...]`, with a gradient that has the same bits each time.
+    """Return the score of each place, `[N, ...]`, with a gradient that is the same each time, bit for bit.
 
     Args:
-        scores_K: `[K, ...]`, scores of tokens, some of which several rows share.
-        score_N: `[N]` int64, index of the score of each place; every score has a place.
+        scores_K: `[K, ...]`, scores of tokens, which several rows may share.
+        score_N: `[N]` int64, index of the score of each place. Every score has a place.
     """
     spread_N: Tensor = _Spread.apply(scores_K, score_N)
     return spread_N
@@ -97,11 +99,11 @@ class SharedLayout:
     """The places of the rows' tokens."""
 
     model_inputs: dict[str, Any]
-    """Keyword arguments of the model, as for a packed row, with `divided_row` instead of its bounds."""
+    """Keyword arguments of the model, as for a packed row, but with `divided_row` instead of the rows' bounds."""
     places_BT: Tensor
-    """Place of each token of each row in the layout; 0 on padding."""
+    """Place of each token of each row in the layout. 0 on padding."""
     num_tokens: int
-    """Tokens of all parts, without the rounding."""
+    """Number of tokens of all parts, without the rounding."""
 
     def places(self, row_K: Tensor, column_K: Tensor) -> Tensor:
         """Return the places of the rows' tokens in the layout."""
@@ -110,28 +112,28 @@ class SharedLayout:
 
 @dataclass(frozen=True)
 class _Neighbours:
-    """Neighbouring tokens of the layout."""
+    """A part of the layout: consecutive tokens of one or several rows."""
 
     row: int
-    """A row that has them."""
+    """A row that has these tokens."""
     start: int
-    """Their first column in the row."""
+    """Column of the first token in the row."""
     stop: int
-    """Their end in the row."""
+    """Column after the last token in the row."""
     parent: int | None
-    """Index of the part in front of them; None if they begin rows."""
+    """Index of the part before these tokens. None if they begin rows."""
 
 
 def share_prefixes(input_ids: Tensor, lengths: Sequence[int], prefixes: Prefixes, round_to: int) -> SharedLayout:
     """Lay out the rows of a microbatch: first the nodes of their tree, then each row's own part, fewest keys first.
 
-    In this order parts of one length are neighbours, and one kernel call computes them.
+    In this order, parts of the same length are neighbours, so that one kernel call computes them.
 
     Args:
         input_ids: `[b, T]` int64, right padded.
-        lengths: tokens of each row.
-        prefixes: the tree of all rows.
-        round_to: the layout is rounded up to a multiple of this many tokens, by a part that nothing attends to.
+        lengths: Number of tokens of each row.
+        prefixes: Tree of all rows.
+        round_to: Number to whose multiples the layout is rounded up, by a part to which no row attends.
     """
     parts, of_row = _parts(lengths, prefixes)
     starts = list(accumulate((part.stop - part.start for part in parts), initial=0))
@@ -158,7 +160,7 @@ def share_prefixes(input_ids: Tensor, lengths: Sequence[int], prefixes: Prefixes
 
 
 def _parts(lengths: Sequence[int], prefixes: Prefixes) -> tuple[list[_Neighbours], list[int | None]]:
-    """Return the parts in their order, and for each row the index of its own part."""
+    """Return the parts in their order in the layout, and for each row the index of its own part."""
     nodes = prefixes.nodes
     parts: list[_Neighbours] = []
     number_of: dict[int, int | None] = {0: None}

@@ -1,14 +1,12 @@
-"""Check tensors: find values that are not finite, and describe a tensor by numbers that others can compare.
+"""Check tensors for values that are not finite, and describe tensors by numbers that can be compared elsewhere.
 
-Find weights and gradients that hold NaN or infinity.
+Invariant of the checks for NaN and infinity: they cost one pass over the memory, no copy of it, and one transfer from
+each device, whatever the number of tensors.
 
-Invariant: a check costs one pass over the memory, no copy of it, and one transfer from each device, whatever the number
-of tensors.
-
-Describe a tensor by a few numbers, so that two machines can compare tensors that neither of them stores. A fingerprint
-is a sum over the elements, each with its index in the whole tensor. So fingerprints of disjoint pieces of a tensor add
-up to that of the whole, whatever ranks hold the pieces. Invariant: the checksum of equal bits is equal on every device
-and for every division; the other numbers are close where the elements are close.
+A fingerprint describes a tensor by a few numbers, so that two machines can compare tensors that neither of them stores.
+It is a sum over the elements, each with its index in the whole tensor. So the fingerprints of disjoint pieces of a
+tensor add up to that of the whole tensor, whatever ranks hold the pieces. Invariant: the checksum of equal bits is
+equal on every device and for every division. The other numbers are close if the elements are close.
 """
 
 import math
@@ -33,8 +31,8 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the names of the tensors that hold NaN or infinity.
 
     Args:
-        tensors: tensors of any shape and dtype, on any device; of a DTensor this rank's part is checked. Tensors that
-            are empty, on the meta device, of integers or in an 8-bit format are skipped.
+        tensors: Tensors of any shape and dtype, on any device. Of a DTensor, this rank's part is checked. Tensors that
+        are empty, on the meta device, of integers or in an 8-bit format are skipped.
     """
     looked_at = {name: held_here(tensor) for name, tensor in tensors.items()}
     looked_at = {name: tensor for name, tensor in looked_at.items() if _may_not_be_finite(tensor)}
@@ -43,7 +41,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
         by_device.setdefault(tensor.device, []).append(name)
     found = []
     for names in by_device.values():
-        # The extremes are NaN if any value is; `isfinite` would need memory for its result.
+        # The extremes are NaN if any value is NaN. `isfinite` would need memory for its result.
         extremes = torch.stack([torch.stack(torch.aminmax(looked_at[name])).float() for name in names])
         finite = extremes.isfinite().all(dim=1).tolist()
         found += [name for name, is_finite in zip(names, finite, strict=True) if not is_finite]
@@ -67,7 +65,7 @@ def require_finite(tensors: Mapping[str, Tensor], whose: str, advice: str) -> No
     """Refuse weights that are not finite.
 
     Raises:
-        NonFiniteError: some are not; the message names them.
+        NonFiniteError: Some weights are not finite. The message names them.
     """
     names = not_finite(tensors)
     if names:
@@ -75,14 +73,14 @@ def require_finite(tensors: Mapping[str, Tensor], whose: str, advice: str) -> No
 
 
 def listed(names: Iterable[str]) -> str:
-    """Join the first few names, and say how many more there are."""
+    """Join the first few names, followed by the number of the remaining ones."""
     given = list(names)
     more = len(given) - _MOST_NAMES
     return ", ".join(given[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 _CHUNK = 1 << 20
-"""Elements at a time; bounds the temporary memory to a few of their int64 copies."""
+"""Number of elements that are processed at a time, which limits the temporary memory to a few int64 copies of them."""
 _NUM_SKETCHES = 4
 _MASK = (1 << 64) - 1
 _FACTORS = (-7046029254386353131, -4658895280553007687)
@@ -92,14 +90,14 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The numbers of a tensor, or of pieces of one."""
+    """Numbers that describe a tensor or pieces of a tensor."""
 
     checksum: int = 0
-    """Sum modulo 2^64 of the elements' bits, each times an odd number that follows from its index."""
+    """Sum modulo 2^64 of the elements' bits, each times an odd number that is computed from the element's index."""
     square_sum: float = 0.0
     sketch: tuple[float, ...] = (0.0,) * _NUM_SKETCHES
-    """Sums of the elements with signs that follow from their indices. The mean square of the difference of two sketches
-    is an estimate of the squared distance of the tensors."""
+    """Sums of the elements with signs that are computed from their indices. The mean square of the difference of two
+    sketches estimates the squared distance of the tensors."""
 
     def __add__(self, other: Self) -> "Fingerprint":
         sketch = tuple(mine + its for mine, its in zip(self.sketch, other.sketch, strict=True))
@@ -111,9 +109,9 @@ class Fingerprint:
         return math.sqrt(self.square_sum)
 
     def distance(self, other: "Fingerprint") -> float:
-        """Estimate the distance of two tensors, usually right within a factor of 2, or 0 if the bits are equal.
+        """Estimate the distance of two tensors, usually right within a factor of 2. It is 0 if the bits are equal.
 
-        It is infinite if one of the tensors is not finite.
+        The distance is infinite if one of the tensors is not finite.
         """
         if self.checksum == other.checksum:
             return 0.0
@@ -127,12 +125,12 @@ class Fingerprint:
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Self:
-        """Rebuild what `as_json` returned."""
+        """Rebuild a fingerprint from the result of `as_json`."""
         return cls(int(values[0], 16), float(values[1]), tuple(map(float, values[2:])))
 
 
 BlockFingerprints = dict[str, tuple[TensorBlock, Fingerprint]]
-"""For each tensor of which a rank holds elements, the block that it holds and the fingerprint of the block."""
+"""Block that a rank holds of each tensor, and the block's fingerprint. Tensors without a block are left out."""
 
 
 @torch.no_grad()
@@ -140,9 +138,9 @@ def fingerprint(tensor: Tensor, shape: Sequence[int] | None = None, block: Tenso
     """Compute the fingerprint of a tensor, or of a block of one.
 
     Args:
-        tensor: the elements.
-        shape: shape of the whole tensor; None: the tensor is whole.
-        block: place of the elements in the whole tensor; None: the tensor is whole.
+        tensor: The elements.
+        shape: Shape of the whole tensor. If None, `tensor` is the whole tensor.
+        block: Place of the elements in the whole tensor. If None, `tensor` is the whole tensor.
     """
     shape = tuple(tensor.shape if shape is None else shape)
     block = whole_block(shape) if block is None else block
@@ -164,7 +162,7 @@ def fingerprints_here(tensors: Mapping[str, Tensor]) -> BlockFingerprints:
 
 
 def joined(of_ranks: Iterable[BlockFingerprints]) -> dict[str, Fingerprint]:
-    """Add up the blocks of whole tensors, by name, and count a block that several ranks hold once."""
+    """Return the fingerprints of whole tensors, as sums over blocks. A block on several ranks counts once."""
     found: dict[str, dict[TensorBlock, Fingerprint]] = {}
     for of_rank in of_ranks:
         for name, (block, of_block) in of_rank.items():
@@ -178,7 +176,7 @@ def added(parts: Iterable[Fingerprint]) -> Fingerprint:
 
 
 def _indices(block: TensorBlock, shape: tuple[int, ...], start: int, chunk: Tensor) -> Tensor:
-    """Return where the elements of a chunk of a flattened block are in the flattened whole tensor, int64.
+    """Return the indices in the flattened whole tensor of the elements of a chunk of a flattened block, int64.
 
     Args:
         block: place of the block in the whole tensor.
@@ -206,6 +204,6 @@ def _of_chunk(values: Tensor, index: Tensor) -> Fingerprint:
     checksum = int((bits * (mixed | 1)).sum()) & _MASK
     numbers = values.double()
     total = numbers.sum()
-    # A sum with signs is the sum of all minus twice that of the elements with a minus.
+    # A sum with signs is the sum of all elements, minus twice the sum of the elements with a minus sign.
     sketch = torch.stack([total - 2 * (numbers * (mixed >> bit & 1)).sum() for bit in range(8, 8 + _NUM_SKETCHES)])
     return Fingerprint(checksum, float(numbers.square().sum()), tuple(sketch.tolist()))

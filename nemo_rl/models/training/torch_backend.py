@@ -1,16 +1,12 @@
-"""Share what the library's own training backends do alike: reference weights, saves, state in host memory.
+"""Share code between the library's own training backends: reference weights, saving, and state in host memory.
 
-Invariant: the reference is a copy of the initial weights in host memory, or the model without its adapters, which then
-needs no copy; a save that is staged writes the state as it was when it was staged.
+The reference is a copy of the initial weights in host memory, or the model without its adapters, which needs no copy.
+The parts of a checkpoint are prepared before they are written, and copied if training continues during the write. While
+other models use the device, a model's state can be kept in host memory.
 
-Prepare the parts of a checkpoint before they are written, with copies if training continues during the write.
-
-Invariant: a `Write` writes the state as it was at preparation, provided that `Keep` copied it.
-
-Keep a model's state in host memory while other models use its device.
-
-Invariant: memory is allocated once for each tensor, page-locked if a GPU copies from and to it, and reused by every
-later move; the state comes back bit for bit.
+Invariants: a `Write` writes the state as it was when it was prepared, provided that `Keep` copied it. Host memory is
+allocated once for each tensor, page-locked if a GPU copies from and to it, and reused by every later move. The state
+returns to the device unchanged, bit for bit.
 """
 
 import random
@@ -35,9 +31,9 @@ from nemo_rl.utils.errors import CheckpointError, ConfigError
 from nemo_rl.weight_sync.exchange import everywhere
 
 type Keep = Callable[[str, Tensor], Tensor]
-"""Maps a name and its tensor to the tensor to write: itself, or a copy that later updates do not change."""
+"""Function from a name and a tensor to the tensor to write: itself, or a copy that later updates do not change."""
 type Write = Callable[[dist.ProcessGroup | None], None]
-"""Writes a prepared part of a checkpoint; ranks synchronise in the process group, None is the default one."""
+"""Function that writes a prepared part of a checkpoint. The process group synchronises ranks. None is the default."""
 
 
 def as_it_is(name: str, tensor: Tensor) -> Tensor:
@@ -46,10 +42,10 @@ def as_it_is(name: str, tensor: Tensor) -> Tensor:
 
 
 class HostMemory:
-    """Named copies of tensors.
+    """Named copies of tensors in host memory.
 
     Args:
-        pinned: page-lock the memory, so that copies to and from a GPU are asynchronous (see
+        pinned: Whether to page-lock the memory, so that copies to and from a GPU are asynchronous (see
             `host.device.exact_page_locking`).
     """
 
@@ -61,8 +57,8 @@ class HostMemory:
         """Copy a tensor, sharded or not, into the memory of this name.
 
         Returns:
-            The copy, which the next `store` of the name overwrites. A copy from a GPU is complete for the host after a
-            synchronisation, and immediately for later work of that GPU.
+            The copy, which the next `store` under the same name overwrites. A copy from a GPU can be read on the host
+            after a synchronisation, and by later work of the same GPU immediately.
         """
         held = self._copies.get(name)
         if held is None:
@@ -78,7 +74,7 @@ class HostMemory:
 def move_state(optimizer: Optimizer, memory: HostMemory, device: torch.device, *, to_host: bool) -> None:
     """Move an optimizer's state, except step counts, from a device into host memory or back.
 
-    State on other devices stays where it is, as do entries that are the parameter itself.
+    State on other devices stays where it is. So do entries that are the parameter itself.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in enumerate(parameters):
@@ -95,7 +91,7 @@ def move_state(optimizer: Optimizer, memory: HostMemory, device: torch.device, *
 
 @torch.no_grad()
 def move_weights(model: nn.Module, memory: HostMemory, device: torch.device, *, to_host: bool) -> None:
-    """Move a model's parameters and buffers, which are resharded already, into host memory or to a device."""
+    """Move a model's parameters and buffers into host memory or to a device. They must be resharded already."""
     if not to_host:
         model._apply(lambda tensor: _copy(tensor, device))
         return
@@ -118,9 +114,9 @@ class TorchBackend(PolicyBackend):
     """A backend of this library."""
 
     optimizer: Any = None
-    """The optimizer; None if the model is not trained."""
+    """The optimizer. None if the model is not trained."""
     scheduler: Any = None
-    """Its learning-rate schedule, or None."""
+    """Learning-rate schedule of the optimizer, or None."""
     _has_reference = False
     _reference: dict[str, Tensor] | None = None
     _replaced: HostMemory
@@ -141,7 +137,7 @@ class TorchBackend(PolicyBackend):
 
     @abstractmethod
     def prepared(self, paths: CheckpointPaths, keep: Keep) -> Iterator[Write]:
-        """Yield the writes of a checkpoint's parts, preparing each part only when it is reached."""
+        """Yield the writes of a checkpoint's parts. A part is prepared only when the iteration reaches it."""
 
     @abstractmethod
     def staged(self, name: str, tensor: Tensor) -> Tensor:
@@ -213,7 +209,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def rng_file(folder: Path) -> Path:
-    """Return the file in an optimizer folder that holds this rank's state."""
+    """Return the file in an optimizer folder that holds the random state of this rank."""
     return folder / "rng" / f"rank_{dist.get_rank():05d}.pt"
 
 
@@ -230,7 +226,7 @@ def restore_rng_state(state: dict[str, Any]) -> None:
 
 
 def sampling_density(config: PolicyConfig) -> SamplingDensity:
-    """Return the density that `policy.generation` samples from, or the plain softmax without that section."""
+    """Return the density that `policy.generation` samples from. Without this section, it is the plain softmax."""
     generation = config.generation
     if generation is None:
         return SamplingDensity()

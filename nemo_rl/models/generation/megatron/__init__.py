@@ -1,1 +1,1 @@
-"""Megatron Core's models as an engine: what Megatron trains samples with the same layers."""
+"""Sample from Megatron Core's models, with the same layers that Megatron Core trains."""

@@ -1,6 +1,6 @@
-"""Check that Megatron Core can express a model and divide it over the ranks of an engine.
+"""Check that Megatron Core supports a model and can divide it over the ranks of an engine.
 
-It runs in the controller, which imports nothing of Megatron Core.
+The check runs in the controller, which imports nothing of Megatron Core.
 """
 
 from collections.abc import Iterator
@@ -30,10 +30,10 @@ def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
 
 
 def engine_size_problems(policy: PolicyConfig, model: PretrainedConfig) -> Iterator[str]:
-    """Yield why sizes of the engine do not divide the model, with the arithmetic and the sizes that do.
+    """Yield a message for each size of the engine that does not divide the model, with the sizes that do.
 
     Args:
-        policy: the section, with `generation`.
+        policy: The section `policy`, with `generation`.
         model: Hugging Face configuration of the model.
     """
     engine = policy.sampling.engine
@@ -52,7 +52,7 @@ def engine_size_problems(policy: PolicyConfig, model: PretrainedConfig) -> Itera
 
 
 def _indivisible(key: str, size: int, divided: list[Divided]) -> Iterator[str]:
-    """Yield the parts of a model that a size does not divide, if there are any."""
+    """Yield a message if a size does not divide some parts of a model."""
     remainders = [f"{each.count} {each.what} / {size} = {each.count / size:g}" for each in divided if each.count % size]
     if remainders:
         largest = min(each.count for each in divided)

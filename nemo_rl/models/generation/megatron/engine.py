@@ -6,18 +6,18 @@
 Every rank receives and verifies its own weights. Ranks count tensor parallelism first: rank = stage x tensor parallel
 size + position within the stage.
 
-Compute one rank's part of a Megatron Core model for an engine, with its key-value cache.
+A `ModelPart` computes the part of the model that one rank has, with its key-value cache.
 
     place 0    ┌─ stage 0: embedding, layers ─ hidden states ─► stage 1: layers, output head ─┐
     read() ───►┤  tensor-parallel ranks divide each layer and the vocabulary                  ├─► [b, V] logits
                └─ an engine of one rank has everything                                        ┘   on place 0
 
-Without CUDA, `megatron.parallel` replaces it. Layers are the portable ones, even if Transformer Engine is installed.
-A pass is one row of tokens of any requests, without padding. Invariant: all ranks of an engine make the same calls in
-the same order.
+Without CUDA, `megatron.parallel` replaces the functions of `torch.cuda` that Megatron Core calls. The layers are always
+Megatron Core's own, even if Transformer Engine is installed. A pass is one row of tokens of any requests, without
+padding. Invariant: all ranks of an engine make the same calls in the same order.
 
-Give Megatron Core's rotary embeddings the positions of the tokens of a pass. Megatron Core takes the tokens of a row to
-be at positions 0, 1, 2 ...; in a pass of an engine each sequence goes on at its own position.
+Megatron Core assumes that the tokens of a row are at positions 0, 1, 2 ... In a pass of an engine, each sequence
+continues at its own position, so `RotaryAtPositions` gives the rotary embeddings the positions of the tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -60,7 +60,7 @@ class RotaryAtPositions(nn.Module):
     """A rotary embedding of Megatron Core that gives the angles at chosen positions, not at 0, 1, 2 ...
 
     Args:
-        most_positions: number of positions that it is asked for.
+        most_positions: Number of positions for which angles are computed.
     """
 
     def __init__(self, rotary: Any, most_positions: int) -> None:
@@ -74,7 +74,7 @@ class RotaryAtPositions(nn.Module):
         return self._most_positions
 
     def forward(self, seq_len: int, **kwargs: Any) -> Any:
-        """Return `[T, 1, 1, D]` angles, for YaRN in a tuple with its factor."""
+        """Return `[T, 1, 1, D]` angles. For YaRN, return a tuple of the angles and their factor."""
         angles = self._rotary(seq_len)
         if isinstance(angles, tuple):
             return (angles[0].index_select(0, self.positions), *angles[1:])
@@ -82,7 +82,7 @@ class RotaryAtPositions(nn.Module):
 
 
 def use_positions(model: nn.Module, most_positions: int) -> list[RotaryAtPositions]:
-    """Replace the rotary embeddings of a GPTModel, also those of latent attention, and return the replacements."""
+    """Replace the rotary embeddings of a GPTModel, including those of latent attention, and return the replacements."""
     replacements = []
     for holder in list(model.modules()):
         if isinstance(rotary := getattr(holder, "rotary_pos_emb", None), nn.Module):
@@ -92,11 +92,12 @@ def use_positions(model: nn.Module, most_positions: int) -> list[RotaryAtPositio
 
 
 class ModelPart:
-    """This rank's layers, constructed in a collective call of the engine's ranks.
+    """The layers of this rank. All ranks of the engine construct it at the same time, in a collective call.
 
     Args:
-        settings: settings of the engine; `engine_kwargs["megatron_cfg"]` has those with which the policy computes.
-        meeting: the processes of the engine; None for one.
+        settings: Settings of the engine. `engine_kwargs["megatron_cfg"]` has the settings with which the policy
+            computes.
+        meeting: The processes of the engine. None if there is only one.
     """
 
     def __init__(self, settings: EngineSettings, meeting: Meeting | None = None) -> None:
@@ -111,7 +112,7 @@ class ModelPart:
             update=_sizes(settings)
         )
         _start_groups(settings, section, self._device)
-        # Imported only now: without CUDA these modules need the preparation above.
+        # These modules are imported here, because without CUDA they need the preparation above.
         from nemo_rl.models.megatron.conversion.importer import HubReceiver, load_huggingface
         from nemo_rl.models.megatron.model.build import build_chunks
 
@@ -129,7 +130,7 @@ class ModelPart:
         if settings.num_workers > 1:
             dist.all_reduce(room, dist.ReduceOp.MIN)
         self.cache = TokenCache(int(room), self._device)
-        """Places of the rows' tokens, as many on every rank."""
+        """Places of the rows' tokens. All ranks have the same number of places."""
         self._rotaries = use_positions(self.model, settings.max_model_len)
 
     @torch.inference_mode()
@@ -139,10 +140,10 @@ class ModelPart:
         return self._at_place_0(self._call(step.token_ids, step.positions, step), len(rows))
 
     def _call(self, token_ids_T: Tensor, positions_T: Tensor, step: CachedPass | None = None) -> Tensor:
-        """Compute this stage, with the hidden states of the previous one, and pass the result on to the next one.
+        """Compute this stage from the hidden states of the previous stage, and send the result to the next stage.
 
         Returns:
-            `[T, 1, D]` hidden states; of the last stage `[b, V]` logits after the last token of each row.
+            `[T, 1, D]` hidden states, or in the last stage `[b, V]` logits after the last token of each row.
         """
         for rotary in self._rotaries:
             rotary.positions = positions_T
@@ -160,7 +161,7 @@ class ModelPart:
         return output
 
     def _at_place_0(self, logits_bV: Tensor, num_rows: int) -> Tensor | None:
-        """Bring the logits of the last stage to place 0, where its first rank is not place 0 itself."""
+        """Return the logits on place 0. If the last stage is on other ranks, its first rank sends them."""
         source = (self._num_stages - 1) * self._stage_size
         if source == 0:
             return logits_bV if self._place == 0 else None
@@ -181,7 +182,7 @@ class ModelPart:
         return outputs
 
     def start_loading(self) -> None:
-        """Expect every tensor of a weight update."""
+        """Prepare to receive every tensor of a weight update."""
         self._receiver.begin()
 
     def load_tensors(self, tensors: list[tuple[str, Tensor]]) -> None:
@@ -225,7 +226,7 @@ class ModelPart:
 
 
 def _sizes(settings: EngineSettings) -> dict[str, Any]:
-    """Return the fields of the policy's section that an engine has of its own."""
+    """Return the fields of `megatron_cfg` in which an engine differs from the policy."""
     return {
         "tensor_model_parallel_size": settings.tensor_parallel_size,
         "sequence_parallel": False,
@@ -241,7 +242,7 @@ def _sizes(settings: EngineSettings) -> dict[str, Any]:
 
 
 def _start_groups(settings: EngineSettings, section: MegatronConfig, device: torch.device) -> None:
-    """Start Megatron Core's groups, after the default group, which only several processes have already."""
+    """Start Megatron Core's groups. If there is no default group yet, start one for this process."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     elif settings.num_workers == 1:
@@ -255,7 +256,7 @@ def _start_groups(settings: EngineSettings, section: MegatronConfig, device: tor
 def _after(
     *, hidden_states: Tensor, output_layer: nn.Module, output_weight: Tensor | None, context: Tensor, **ignored: Any
 ) -> Tensor:
-    """Compute `[b, V]` logits on every rank after the tokens `context` of `hidden_states` `[T, 1, D]`."""
+    """Compute `[b, V]` logits on every rank after the tokens of `hidden_states` `[T, 1, D]` at indices `context`."""
     logits_b1V, _ = output_layer(hidden_states[context], weight=output_weight, runtime_gather_output=True)
     logits_bV: Tensor = logits_b1V[:, 0]
     return logits_bV
@@ -273,7 +274,7 @@ def _token_bytes(model: Any) -> int:
 
 
 def _cache_bytes(settings: EngineSettings, device: torch.device) -> int:
-    """Return the configured cache size, or the part of the engine's share of a GPU that the weights leave."""
+    """Return the configured cache size, or what the weights leave of the engine's share of the GPU."""
     if settings.kv_cache_bytes is not None:
         return settings.kv_cache_bytes
     _, total = torch.cuda.mem_get_info(device)
@@ -284,7 +285,7 @@ _LINKS = "ranks"
 
 
 class _HoldsPart:
-    """The methods of `Engine` that every worker does for its own part of the model."""
+    """The methods of `Engine` that every worker implements for its own part of the model."""
 
     _part: ModelPart
 
@@ -310,7 +311,7 @@ class _HoldsPart:
 
 
 class MegatronEngine(_HoldsPart, ContinuousEngine):
-    """The engine, with the policy's settings of the model in `engine_kwargs["megatron_cfg"]`."""
+    """The engine. `engine_kwargs["megatron_cfg"]` has the policy's settings of the model."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self._links: list[Link] = []
@@ -365,7 +366,7 @@ class MegatronEngine(_HoldsPart, ContinuousEngine):
 
 
 class MegatronRank(_HoldsPart, ServedRank):
-    """Workers 1, 2 ... of an engine: they compute what worker 0 asks for, and handle weights themselves."""
+    """Workers 1, 2 ... of an engine. They execute the calls of worker 0, and load weights themselves."""
 
     def __init__(self, settings: EngineSettings) -> None:
         meeting = meet(settings)

@@ -1,4 +1,6 @@
-"""A model that another server has: it is asked with messages over HTTP, and its tokens and weights are not known here.
+"""Use a model that runs on another server.
+
+It gets messages over HTTP, and its tokens and weights are not known here.
 
     ChatModel (a GenerationInterface) ─► fields: request as JSON ─► connection: HTTP ─► server
                                       ◄─ answers: text, tool calls, numbers of tokens ◄──┘

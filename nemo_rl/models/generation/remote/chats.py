@@ -1,8 +1,8 @@
-"""Conversations with a model that does not take token ids: a prompt as messages, an answer, a tokenizer.
+"""Represent conversations with a model that takes no token ids: the prompt as messages, the answer, and a tokenizer.
 
-A tokenizer for conversations with a model whose tokenizer is not here. Rollouts keep messages as token ids. With this
-tokenizer these are the bytes of the texts, so they can be decoded exactly, but their numbers are not those of the
-model's tokens.
+Rollouts keep messages as token ids, but the model's tokenizer is not available here. With the tokenizer of this module,
+token ids are the bytes of the texts. They can be decoded exactly, but their number is not the number of the model's
+tokens.
 """
 
 import json
@@ -26,17 +26,17 @@ class ChatInput:
     """A conversation to continue."""
 
     messages: Sequence[Message]
-    """Messages in OpenAI's form, the newest last."""
+    """Messages in OpenAI's form. The last one is the newest."""
     tools: Sequence[Mapping[str, Any]] = ()
     """Function schemas in OpenAI's form."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables for the chat template."""
     may_call: bool = True
-    """False forbids calls of the tools."""
+    """Whether the answer may call the tools."""
     forced_tool: str | None = None
-    """Name of the tool that the answer has to call, an empty text for any; None: the model decides."""
+    """Name of the tool that the answer has to call. An empty text means any tool. If None, the model decides."""
     calls_once: bool = False
-    """Whether a forced answer has one call only."""
+    """Whether an answer that has to call a tool has one call only."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class ChatToolCall:
     """A tool call of an answer."""
 
     id: str
-    """Id that the server gave."""
+    """Id that the server has given to the call."""
     name: str
     arguments: str
-    """JSON text, as the model wrote it where it is no valid JSON."""
+    """Arguments as JSON text. If the model wrote invalid JSON, its text is kept."""
 
     @property
     def as_text(self) -> str:
@@ -65,17 +65,17 @@ class ChatAnswer:
     """An answer as the server gives it."""
 
     content: str
-    """Text without reasoning and tool calls; empty if there are only those."""
+    """Text without reasoning and tool calls. Empty if the answer has nothing else."""
     reasoning: str | None = None
-    """None if the server separates none."""
+    """Text of the reasoning. None if the server does not separate it."""
     tool_calls: Sequence[ChatToolCall] = ()
     """Calls that the server has parsed."""
     stop_string: str | None = None
-    """The stop string that ended it, which is not in the content; None if the server does not say."""
+    """Stop string that ended the answer. It is not in the content. None if the server does not name one."""
     num_tokens: int | None = None
-    """Tokens of the answer, with reasoning and calls; None if the server does not count them."""
+    """Number of tokens of the answer, including reasoning and calls. None if the server does not count them."""
     num_prompt_tokens: int | None = None
-    """Tokens of the prompt; None if the server does not count them."""
+    """Number of tokens of the prompt. None if the server does not count them."""
 
     @property
     def text(self) -> str:
@@ -86,7 +86,7 @@ class ChatAnswer:
 
     @property
     def fields(self) -> Message:
-        """Further fields of its message in a log, always with `num_tokens`, which may be None."""
+        """Further fields of the answer's message in a log. They include `num_tokens`, which may be None."""
         found: Message = {"num_tokens": self.num_tokens}
         if self.tool_calls:
             found["tool_calls"] = [
@@ -108,11 +108,11 @@ CHAT_TEMPLATE = """\
 {%- endfor %}{{ '\\n' }}{% endfor -%}
 {%- if add_generation_prompt %}{{ '[assistant]\\n' }}{% endif -%}
 """
-"""For people who read the prompts of records; servers get messages."""
+"""Template for people who read the prompts in records. Servers get messages."""
 
 
 def text_tokenizer() -> TokenizerType:
-    """Return the tokenizer, which has no special tokens, so that no text can hold one."""
+    """Return the tokenizer. It has no special tokens, so no text can contain one."""
     bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={byte: number for number, byte in enumerate(bytes_)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -1,4 +1,4 @@
-"""Ask an endpoint, before a run starts, whether it answers and has the model."""
+"""Ask an endpoint, before a run starts, whether it can be reached and has the model."""
 
 import logging
 from typing import Any
@@ -22,11 +22,11 @@ _NO_MODEL = (
     "invalid model",
     "does not exist",
 )
-"""Words with which servers say that they do not have a model."""
+"""Parts of error texts in which servers say that they do not have a model."""
 
 
 async def check_endpoint(config: ModelEndpointConfig) -> None:
-    """Ask for the list of models, and unless the model is in it, ask the model for one token.
+    """Ask for the list of models. If the model is not in the list, ask the model for one token.
 
     Raises:
         ConfigError: the endpoint cannot be reached, refuses the key, or does not have the model.
@@ -88,7 +88,7 @@ def _shortest(config: ModelEndpointConfig) -> dict[str, Any]:
 
 
 def _is_about_model(error: EndpointError) -> bool:
-    """Return whether the server's own words say that it does not have the model."""
+    """Return whether the server's error text says that it does not have the model."""
     text = str(error).lower()
     return any(words in text for words in _NO_MODEL)
 

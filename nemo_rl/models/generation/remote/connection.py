@@ -1,7 +1,7 @@
-"""One request to an OpenAI-compatible endpoint, and what can go wrong with it.
+"""Send single requests to an OpenAI-compatible endpoint, and describe their errors.
 
-Invariant: a request ends within its time limit with a JSON object or an `EndpointError`; of a response at most
-`largest_bytes` are read; no error holds the key.
+Invariants: a request ends within its time limit with a JSON object or an `EndpointError`. At most `largest_bytes` of a
+response are read. No error contains the key.
 """
 
 import asyncio
@@ -21,18 +21,18 @@ from nemo_rl.utils.errors import ConfigError
 
 _SHOWN_CHARS = 300
 _TRANSIENT = frozenset((408, 409, 425, 429))
-"""Statuses below 500 after which the same request may succeed."""
+"""Status codes below 500 after which the same request may succeed."""
 _LONGEST_WAIT_S = 3600.0
 
 
 class EndpointError(Exception):
-    """A request got no usable answer.
+    """Error of a request that got no usable answer.
 
     Args:
-        reason: what happened.
-        may_pass: whether the same request may succeed later.
-        wait_s: seconds that the endpoint asks to wait.
-        status: status of the response; None if there was none, or if it was 200.
+        reason: Description of the failure.
+        may_pass: Whether the same request may succeed later.
+        wait_s: Seconds that the endpoint asks to wait.
+        status: Status code of the response. None if there was no response, or if it was 200.
     """
 
     def __init__(self, reason: str, *, may_pass: bool = True, wait_s: float = 0.0, status: int | None = None) -> None:
@@ -49,17 +49,17 @@ class EndpointConnection:
     name: str
     """Name of the endpoint for errors: "the judge"."""
     base_url: str
-    """Address up to the version."""
+    """Address of the endpoint, up to the version."""
     key: str | None
-    """Sent with each request; None: no key is sent."""
+    """Key that is sent with each request. If None, no key is sent."""
     timeout_s: float
-    """Seconds for one request."""
+    """Time limit of one request in seconds."""
     timeout_key: str
-    """Key of the configuration that has set them."""
+    """Configuration key that sets `timeout_s`."""
     max_connections: int
-    """Connections at the same time."""
+    """Largest number of connections at the same time."""
     largest_bytes: int
-    """Bytes of a response after which it is refused."""
+    """Number of bytes after which a response is refused."""
     _client: httpx.AsyncClient = field(init=False)
 
     def __post_init__(self) -> None:
@@ -71,15 +71,16 @@ class EndpointConnection:
         """Send a request.
 
         Args:
-            method: of HTTP.
-            path: below the address.
-            body: sent as JSON; None: nothing is sent.
+            method: HTTP method.
+            path: Path below the address.
+            body: Body that is sent as JSON. If None, no body is sent.
 
         Returns:
-            The JSON of the response.
+            The decoded JSON of the response.
 
         Raises:
-            EndpointError: the endpoint cannot be reached, takes too long, refuses, or answers with something else.
+            EndpointError: The endpoint cannot be reached, takes too long, refuses the request, or does not answer with
+                JSON.
         """
         url = f"{self.base_url.rstrip('/')}/{path}"
         try:
@@ -105,7 +106,7 @@ class EndpointConnection:
             content = await read_at_most(response, self.largest_bytes)
         if content is None:
             raise EndpointError(f"{self.name} at {url} sent more than {self.largest_bytes} bytes")
-        # The key is taken out first: a cut could leave a part of it that is not recognised.
+        # The key is removed first, because a cut text could contain a part of the key that is not recognised.
         shown = printable(self.safe(content[: 2**16].decode(errors="replace")))[:_SHOWN_CHARS]
         status = response.status_code
         if status != httpx.codes.OK:
@@ -123,12 +124,12 @@ class EndpointConnection:
 
 
 def printable(text: str) -> str:
-    """Return a text with escapes in place of characters that a terminal cannot show, such as those of binary data."""
+    """Return a text in which characters that a terminal cannot show are escaped, such as those of binary data."""
     return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
 
 
 def seconds_of(retry_after: str | None) -> float:
-    """Return the seconds, at most an hour, of a header Retry-After (a number or a date), or 0 for nonsense."""
+    """Return the seconds of a header Retry-After (a number or a date), at most an hour, or 0 if it cannot be read."""
     if not retry_after:
         return 0.0
     try:
@@ -142,12 +143,14 @@ def seconds_of(retry_after: str | None) -> float:
 
 
 def pause_s(attempt: int, first_s: float, longest_s: float, error_wait_s: float) -> float:
-    """Return the seconds before a request is sent again, doubled each time with jitter, or as the endpoint asks.
+    """Return the seconds to wait before a request is sent again.
+
+    They double with each attempt, with jitter, unless the endpoint asks for a longer wait.
 
     Args:
-        attempt: how often it was sent before this time.
-        first_s: seconds after the first time.
-        longest_s: most seconds, unless the endpoint asks for more.
+        attempt: Number of repetitions so far.
+        first_s: Seconds before the first repetition.
+        longest_s: Largest number of seconds, unless the endpoint asks for more.
         error_wait_s: `EndpointError.wait_s`.
     """
     doubled = min(first_s * 2.0 ** min(attempt, 64), longest_s)
@@ -155,14 +158,15 @@ def pause_s(attempt: int, first_s: float, longest_s: float, error_wait_s: float)
 
 
 def key_of(variable: str | None, key: str, user: str) -> str | None:
-    """Return the key of an endpoint from an environment variable, or None without a variable.
+    """Return the key of an endpoint from an environment variable, or None if no variable is configured.
 
     Args:
-        key: key of the configuration that has the name.
-        user: who reads the variable: "the environment".
+        variable: Name of the environment variable.
+        key: Configuration key that holds the name.
+        user: Who reads the variable, such as "the environment", for the error.
 
     Raises:
-        ConfigError: the variable is not set.
+        ConfigError: The variable is not set.
     """
     if variable is None:
         return None

@@ -4,17 +4,12 @@
                    ▲  pause, twice as long each time │ overloaded, unreachable, too slow, no completion
                    └─────────────────────────────────┘ at most max_attempts
 
-Invariant: a request gets an answer of the model or a `NoAnswerError`, never an empty text in place of one; an endpoint
-that refuses every request ends the run.
+Invariants: a request gets an answer of the model or a `NoAnswerError`, and never an empty text in place of an answer.
+An endpoint that refuses every request ends the run.
 
-The JSON of a request for a chat completion.
-
-Invariant: only fields that every server knows are sent, and others where the configuration asks for them.
-
-Read a chat completion.
-
-Invariants: an answer is what the server says, or there is none; an answer that the server has withheld is none; texts
-have no halves of characters.
+Requests have only the fields that every server knows, and further fields that the configuration asks for. Invariants of
+reading a chat completion: an answer is exactly what the server sent. An answer that the server has withheld counts as
+no answer. Texts contain no lone surrogates.
 """
 
 import asyncio
@@ -47,13 +42,13 @@ _KEPT = ("role", "content", "name", "tool_calls", "tool_call_id")
 
 
 def chat_body(config: ModelEndpointConfig, request: GenerationRequest) -> dict[str, Any]:
-    """Return the fields of a request, without fields that `extra_body` sets to null.
+    """Return the fields of a request. Fields that `extra_body` sets to null are left out.
 
     Args:
-        request: has `chat`.
+        request: The request, which must have `chat`.
 
     Raises:
-        DataError: a message has content that is not text.
+        DataError: A message has content that is not text.
     """
     chat = request.chat
     assert chat is not None, "rollouts give it to models that read chats"
@@ -85,7 +80,7 @@ def _sampling(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def _form(grammar: Grammar | None) -> dict[str, Any]:
-    """Return the field for the form of an answer: OpenAI's for JSON, and vLLM's for the forms that OpenAI lacks."""
+    """Return the field for the form of an answer: OpenAI's field for JSON, and vLLM's field for all other forms."""
     if grammar is None:
         return {}
     kind, definition = grammar
@@ -96,7 +91,7 @@ def _form(grammar: Grammar | None) -> dict[str, Any]:
 
 
 def _around(chat: ChatInput) -> dict[str, Any]:
-    """Return the parts of a conversation besides its messages."""
+    """Return the fields of a conversation other than its messages."""
     fields: dict[str, Any] = {}
     if chat.tools:
         fields["tools"] = [dict(tool) for tool in chat.tools]
@@ -113,13 +108,13 @@ def _around(chat: ChatInput) -> dict[str, Any]:
 
 
 def wire_messages(messages: Sequence[Message]) -> Iterator[Message]:
-    """Yield messages as servers expect them.
+    """Yield messages in the form that servers expect.
 
-    Roles that servers do not know become "user", arguments of tool calls are JSON text, each call has an id, and
-    answers of tools without an id get those of the calls before them, in order.
+    Roles that servers do not know become "user". Arguments of tool calls become JSON text. A tool call without an id
+    gets one, and answers of tools without an id get the ids of the calls before them, in order.
 
     Raises:
-        DataError: the content of a message is not text.
+        DataError: The content of a message is not text.
     """
     open_ids: list[str] = []
     for number, message in enumerate(messages):
@@ -162,19 +157,19 @@ WITHHELD = "content_filter"
 
 
 class UnreadableError(ValueError):
-    """The JSON is no chat completion."""
+    """Error of JSON that is not a chat completion."""
 
 
 class WithheldError(ValueError):
-    """The server has withheld the answer."""
+    """Error of an answer that the server has withheld."""
 
 
 def read_completion(completion: Any) -> tuple[ChatAnswer, FinishReason]:
-    """Return the answer of a completion, and why it ended.
+    """Return the answer of a completion, and the reason of its end.
 
     Raises:
-        UnreadableError: it is none; the message says what is wrong.
-        WithheldError: the server has withheld the answer.
+        UnreadableError: It is not a chat completion. The message says what is wrong.
+        WithheldError: The server has withheld the answer.
     """
     if not isinstance(completion, Mapping):
         raise UnreadableError(f"a {type(completion).__name__} in place of an object")
@@ -218,24 +213,24 @@ def _call_of(call: Mapping[str, Any], number: int) -> ChatToolCall:
 
 
 def _arguments(given: Any) -> str:
-    """Return arguments as JSON text, also where a server sends an object."""
+    """Return arguments as JSON text, even if a server sends an object."""
     text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
     try:
         decoded = json.dumps(json.loads(text), ensure_ascii=False)
     except (ValueError, RecursionError):
         return whole(text)
-    # Escapes can stand for halves of characters too, which would come back where the text is decoded.
+    # Escapes can also stand for lone surrogates, which would appear when the text is decoded.
     return whole(text) if whole(decoded) == decoded else whole(decoded)
 
 
 def _stop_string(choice: Mapping[str, Any]) -> str | None:
-    """Return the stop string that vLLM or SGLang names, but not a number, which is the token at the answer's end."""
+    """Return the stop string that vLLM or SGLang names. A number is a token id and not returned."""
     found = choice.get("stop_reason", choice.get("matched_stop"))
     return whole(found) if isinstance(found, str) and found else None
 
 
 def _counts(usage: Any) -> tuple[int | None, int | None]:
-    """Return the tokens of answer and prompt."""
+    """Return the numbers of tokens of the answer and of the prompt."""
     if not isinstance(usage, Mapping):
         return None, None
     counts = [usage.get(name) for name in ("completion_tokens", "prompt_tokens")]
@@ -249,9 +244,9 @@ SECTION = "generation.endpoint"
 _LARGEST_BYTES = 64 << 20
 _SHOWN_CHARS = 300
 _OF_THE_RUN = frozenset((401, 402, 404, 405))
-"""Statuses that every request of the run would get: a wrong key, no money, no such model or path."""
+"""Status codes that every request of the run would get: a wrong key, no money, no such model or path."""
 _BOUNDS = ("max_tokens", "max_completion_tokens")
-"""Fields that bound the tokens of an answer."""
+"""Fields that limit the number of tokens of an answer."""
 _FULL = (
     "context length",
     "context_length",
@@ -260,35 +255,35 @@ _FULL = (
     "too many tokens",
     "prompt is too long",
 )
-"""Words with which servers say that a conversation does not fit into the model's context."""
+"""Parts of error texts in which servers say that a conversation does not fit into the model's context."""
 
 
 @dataclass
 class RequestCounts:
-    """Numbers of requests."""
+    """Counts of requests and answers."""
 
     requests: int = 0
-    """Requests that were sent."""
+    """Number of requests that were sent."""
     repeated: int = 0
-    """Requests of these that were sent again after a failure."""
+    """Number of these requests that were sent again after a failure."""
     answers: int = 0
-    """Answers that arrived."""
+    """Number of answers that arrived."""
     without_answer: int = 0
-    """Conversations that got none, though they had room."""
+    """Number of conversations that got no answer, although they fit into the context."""
     refused: int = 0
-    """Conversations of these whose request was refused, as it would be again."""
+    """Number of these conversations whose request was refused, and would be refused again."""
     last_error: str = ""
-    """Why the last of them got none."""
+    """Error of the last conversation without an answer."""
 
 
 class ChatModel(GenerationInterface):
     """The model of an OpenAI-compatible endpoint, for one event loop.
 
     Args:
-        tokenizer: encodes answers for the message log.
+        tokenizer: Encodes answers for the message log.
 
     Raises:
-        ConfigError: the environment variable of the key is not set.
+        ConfigError: The environment variable of the key is not set.
     """
 
     reads_chats: ClassVar[bool] = True
@@ -307,9 +302,9 @@ class ChatModel(GenerationInterface):
         """See `GenerationInterface.generate`.
 
         Raises:
-            NoAnswerError: there is no answer to this request after all attempts.
-            EndpointUnusableError: the endpoint refuses the run.
-            DataError: a message has content that is not text.
+            NoAnswerError: There is no answer to this request after all attempts.
+            EndpointUnusableError: The endpoint refuses every request of the run.
+            DataError: A message has content that is not text.
         """
         body = chat_body(self._config, request)
         try:
@@ -330,7 +325,7 @@ class ChatModel(GenerationInterface):
         return f"{self._open} requests to {self._config.base_url} are open." if self._open else ""
 
     def shutdown(self) -> None:
-        """Log the numbers of requests, and leave connections open until the event loop ends."""
+        """Log the counts of requests. Connections stay open until the event loop ends."""
         counts = self.counts
         logger.info(
             "Endpoint %s: %d requests, %d of them sent again after a failure, %d answers, %d without an answer.",
@@ -342,11 +337,11 @@ class ChatModel(GenerationInterface):
         )
 
     async def _answer(self, body: Mapping[str, Any]) -> tuple[ChatAnswer, FinishReason]:
-        """Get an answer.
+        """Return an answer, possibly after a second request without a token limit.
 
-        A server that refuses a prompt together with `max_tokens` may have room for a shorter answer, which ends at its
-        context, as answers of own engines do. So it is asked again without the field, or without the one that takes its
-        place for reasoning models.
+        A server that refuses a prompt together with `max_tokens` may have space for a shorter answer, which ends at the
+        limit of the context, as answers of our own engines do. So the request is sent again without `max_tokens`, or
+        without the field that replaces it for reasoning models.
         """
         unbounded = {name: value for name, value in body.items() if name not in _BOUNDS}
         try:
@@ -394,10 +389,10 @@ def connection_to(config: ModelEndpointConfig, timeout_s: float | None = None) -
     """Return a connection to an endpoint.
 
     Args:
-        timeout_s: seconds for one request; None: those of the section.
+        timeout_s: Time limit of one request in seconds. If None, the limit of the section.
 
     Raises:
-        ConfigError: the environment variable of the key is not set.
+        ConfigError: The environment variable of the key is not set.
     """
     return EndpointConnection(
         "the model's endpoint",
@@ -411,7 +406,7 @@ def connection_to(config: ModelEndpointConfig, timeout_s: float | None = None) -
 
 
 def _refusal(error: EndpointError) -> NoAnswerError | EndpointUnusableError:
-    """Return the error of a refused request, which ends the run or only the request's sample."""
+    """Return the error of a refused request. It ends either the run or only the request's sample."""
     if error.status in _OF_THE_RUN:
         return EndpointUnusableError(
             f"{error}\nCheck {SECTION}.model, base_url and api_key_env. With eval.save_path the same command continues."

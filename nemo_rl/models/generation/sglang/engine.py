@@ -6,16 +6,16 @@
     begin_weight_update() ─► /pause_generation    load_tensors() ─► files
     finish_weight_update() ─► /update_weights_from_disk ─► /get_weight_version ─► /continue_generation
 
-Invariant: each token has the version of the weights that drew it, either because the server says so (`weight_versions`
-of newer releases), or because no request of the server outlives an update.
+Invariant: each token has the version of the weights that drew it. Either the server reports it (`weight_versions` of
+newer releases), or no request of the server continues across an update.
 
-The JSON of SGLang's `/generate`. Facts of SGLang on which this file relies: log-probabilities are those after the
-temperature and before top-k and top-p; `ignore_eos` ignores the stop tokens of the request as well; a seed counts only
-with deterministic inference, where the random number of a token depends on the seed and on its position alone.
+This module relies on the following facts about SGLang. Log-probabilities are those after the temperature and before
+top-k and top-p. `ignore_eos` also ignores the stop tokens of the request. A seed is used only with deterministic
+inference, where the random number of a token depends only on the seed and on the token's position.
 
-Give a server new weights through files: each group of tensors is written as it arrives, the server reads them all.
-Files are SGLang's most portable update: they need no shared process group and no GPU of the sender. The folder must be
-visible to the server; it holds one copy of the weights and is emptied after each update.
+A server gets new weights through files: each group of tensors is written as it arrives, and the server reads all files
+at the end. Files are SGLang's most portable way to update: they need no shared process group and no GPU of the sender.
+The folder must be visible to the server. It holds one copy of the weights and is emptied after each update.
 """
 
 import asyncio
@@ -57,19 +57,19 @@ class ServerAnswer(NamedTuple):
     """An answer of the server."""
 
     result: GenerationResult
-    """Its tokens; spans as the server reports them, or one of version -1 if it reports none."""
+    """Tokens of the answer, with the spans that the server reports. If it reports none, one span of version -1."""
     reports_versions: bool
-    """Whether it reports spans."""
+    """Whether the server reports spans."""
     message: str
-    """The server's words about the end."""
+    """The server's text about the end of the answer."""
 
 
 def generate_body(request_id: str, request: GenerationRequest, room: int) -> dict[str, Any]:
     """Return the fields of a request.
 
     Args:
-        request_id: its id at the server.
-        room: tokens left in the context.
+        request_id: Id of the request at the server.
+        room: Number of tokens left in the context.
     """
     sampling = request.sampling
     return {
@@ -97,9 +97,9 @@ def read_answer(answer: Any) -> ServerAnswer:
     """Read the JSON of an answer.
 
     Raises:
-        GenerationError: the server refused the request after it had accepted it.
-        NonFiniteError: a log-probability is not finite.
-        ValueError: it is no answer.
+        GenerationError: The server refused the request after it had accepted it.
+        NonFiniteError: A log-probability is not finite.
+        ValueError: The JSON is not an answer.
     """
     try:
         meta = answer["meta_info"]
@@ -121,17 +121,17 @@ def read_answer(answer: Any) -> ServerAnswer:
 
 
 def version_of(label: Any) -> int:
-    """Return the number of a version label, where "default" of a server that has never got weights is version 0."""
+    """Return the number of a version label. The label "default" means that no weights were sent yet: version 0."""
     text = str(label)
     return int(text) if text.isdigit() else 0
 
 
 class WeightFolder:
-    """The tensors of one update as files.
+    """Folder with the tensors of one update as files.
 
     Args:
-        model_name: local folder or hub id of the model, whose description the folder gets too.
-        parent: folder in which the files are written; None: the folder of temporary files.
+        model_name: Local folder or hub id of the model. Its configuration files are copied into the folder.
+        parent: Folder in which this folder is made. If None, the system's folder for temporary files.
     """
 
     def __init__(self, model_name: str, parent: str | None) -> None:
@@ -165,7 +165,7 @@ class WeightFolder:
 
     @property
     def missing(self) -> list[str]:
-        """Parameters of the model, by their names in checkpoints, that did not come."""
+        """Names in checkpoints of the model's parameters that were not received."""
         return sorted(self._expected - self._received)
 
     def remove(self) -> None:
@@ -177,7 +177,7 @@ _MODE = "policy.generation.sglang_cfg.sglang_server_config.pause_generation_mode
 
 
 class SglangEngine:
-    """A client of one SGLang server, which it has started, or of servers that run already."""
+    """A client of one SGLang server that it has started, or of servers that are already running."""
 
     def __init__(self, settings: EngineSettings) -> None:
         config: SglangConfig = settings.engine_kwargs["sglang_cfg"]
@@ -223,13 +223,13 @@ class SglangEngine:
             del self._open[request_id]
 
     async def _rest(self, request_id: str, request: GenerationRequest, part: ResponseSoFar) -> GenerationResult:
-        """Ask for the rest of a response, and return it with the part that was there."""
+        """Ask for the rest of a response, and return it joined with the part so far."""
         most = min(request.sampling.max_new_tokens, self._max_model_len - len(request.prompt_token_ids))
         if request_id in self._aborted or len(part) >= most:
             reason: FinishReason = "length" if len(part) >= most else "abort"
             spans = part.weight_versions or [VersionSpan(0, self._version)]
             return GenerationResult(part.token_ids, part.logprobs, reason, spans)
-        # The same seed: a random number depends on its position too.
+        # The seed stays the same, because the random number of a token also depends on its position.
         rest = replace(rest_of(request, part), seed=request.seed)
         version, num_updates = self._version, self._num_updates
         room = self._max_model_len - len(rest.prompt_token_ids)
@@ -292,7 +292,7 @@ class SglangEngine:
         """See `Engine.finish_weight_update`.
 
         Raises:
-            WeightSyncError: a server has another version afterwards.
+            WeightSyncError: A server reports another version after the update.
         """
         missing = self._weights.missing
         body = {

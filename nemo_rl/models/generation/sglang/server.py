@@ -1,4 +1,4 @@
-"""Start an SGLang server below this process, or find those that run already, and call them.
+"""Start an SGLang server as a child of this process, or find servers that are already running, and call them.
 
 Invariant: each call ends within its deadline, with an answer or an error that names the server.
 """
@@ -33,17 +33,17 @@ _LARGEST_BYTES = 256 << 20
 _DEATH_OF_PARENT = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
 _ORIGINAL = "SGLANG_RETURN_ORIGINAL_LOGPROB"
-"""Variable that makes SGLang report log-probabilities without the temperature."""
+"""Environment variable that makes SGLang report log-probabilities without the temperature."""
 
 
 class SglangServer:
-    """One server, or several of a router, for one event loop.
+    """One server, or several servers of a router, for one event loop.
 
     Args:
-        settings: settings of the engine; `engine_kwargs["sglang_cfg"]` is its section.
+        settings: Settings of the engine. `engine_kwargs["sglang_cfg"]` has the section `sglang_cfg`.
 
     Raises:
-        ConfigError: the server did not start.
+        ConfigError: The server did not start.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -93,7 +93,7 @@ class SglangServer:
         return await self._ask(self._answers, "POST", "generate", body)
 
     async def tell(self, path: str, body: Mapping[str, Any] | None = None) -> list[Any]:
-        """Call every server, also each one of a router, and return the answers.
+        """Call every server, or every server of the router, and return the answers.
 
         Raises:
             WorkerDiedError: a server does not answer or reports a failure.
@@ -108,7 +108,7 @@ class SglangServer:
         return list(answers)
 
     async def _urls(self) -> list[str]:
-        """Return the addresses of a router's servers, of which a server itself has no list."""
+        """Return the addresses of a router's servers. Without a router, return the address of the server."""
         try:
             listed = await self._answers.ask("GET", "list_workers")
         except EndpointError as error:
@@ -172,7 +172,7 @@ def server_arguments(settings: EngineSettings, config: SglangConfig, port: int) 
 
 
 _FIXED = {"enable_deterministic_inference": True}
-"""Without it SGLang ignores the seeds of requests."""
+"""Arguments that cannot be changed. Without deterministic inference, SGLang ignores the seeds of requests."""
 
 
 def _option(name: str, value: Any) -> Iterator[str]:
@@ -189,7 +189,7 @@ def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
     """See `registry.EngineKind.check`.
 
     Raises:
-        ConfigError: SGLang is not installed, and no server is named.
+        ConfigError: SGLang is not installed, and no running server is configured.
     """
     router = "policy.generation.sglang_cfg.sglang_router_config"
     if policy.sampling.sglang_cfg.sglang_router_config.use_external_router or "generation" in cluster.venvs:

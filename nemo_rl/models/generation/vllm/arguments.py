@@ -1,13 +1,12 @@
 """Translate the library's settings of an engine and of a request into vLLM's.
 
-Invariant: `vllm_kwargs` of the configuration win over every value here.
+Invariant: `vllm_kwargs` of the configuration override every value here.
 
-Describe float8 weights to vLLM as the `quantization_config` of a checkpoint does.
-
-Sources: `vllm.model_executor.layers.quantization.fp8.Fp8Config` (`weight_block_size`, names `weight_scale_inv`) and
-`modelopt.ModelOptMxFp8Config` (names `weight_scale`, uint8). vLLM quantizes all linear layers but those that are
-listed, so every linear layer whose weights arrive as they are has to be in the list. Invariant: the list and what is
-sent both come from `WeightQuantization.takes`.
+Float8 weights are described to vLLM in the form that a checkpoint uses, `quantization_config`. Sources:
+`vllm.model_executor.layers.quantization.fp8.Fp8Config` (`weight_block_size`, names `weight_scale_inv`) and
+`modelopt.ModelOptMxFp8Config` (names `weight_scale`, uint8). vLLM quantizes all linear layers except those that are
+listed, so the list must have every linear layer whose weights are sent unquantized. Invariant: the list and the sent
+weights are both determined by `WeightQuantization.takes`.
 """
 
 import logging
@@ -36,17 +35,17 @@ from nemo_rl.models.quantization import WeightQuantization
 logger = logging.getLogger(__name__)
 
 _MX_CAPABILITY = (10, 0)
-"""First compute capability whose tensor cores read MXFP8 (Blackwell)."""
+"""First compute capability whose tensor cores support MXFP8 (Blackwell)."""
 _EXPERT = "{}.0.gate_proj.weight"
-"""A weight of an expert in hub checkpoints, whose names are longer than that of the module that holds all experts."""
+"""Name of a weight of one expert in hub checkpoints. It begins with the name of the module of all experts."""
 
 
 def quantization_config(quantization: WeightQuantization, unquantized: Iterable[str]) -> dict[str, Any]:
-    """Return `quantization_config`, which replaces the one in the model's files.
+    """Return the `quantization_config` that replaces the one in the model's files.
 
     Args:
-        quantization: what is sent.
-        unquantized: names of the layers that stay as they are.
+        quantization: Format in which weights are sent.
+        unquantized: Names of the layers whose weights are sent unquantized.
     """
     block_format, ignored = quantization.block_format, sorted(unquantized)
     if block_format.scales == "e8m0":
@@ -60,11 +59,11 @@ def quantization_config(quantization: WeightQuantization, unquantized: Iterable[
 
 
 def warn_of_weights_only(quantization: WeightQuantization, capability: tuple[int, int]) -> None:
-    """Warn of MXFP8 on a GPU without kernels for it, where vLLM rounds weights and no activations.
+    """Warn if MXFP8 is used on a GPU without kernels for it. vLLM then rounds weights, but not activations.
 
     Args:
-        quantization: what is sent.
-        capability: compute capability of the GPU.
+        quantization: Format in which weights are sent.
+        capability: Compute capability of the GPU.
     """
     if quantization.block_format.scales == "e8m0" and capability < _MX_CAPABILITY:
         logger.warning(
@@ -78,7 +77,7 @@ def warn_of_weights_only(quantization: WeightQuantization, capability: tuple[int
 def unquantized_layers(model: PretrainedConfig, quantization: WeightQuantization) -> list[str]:
     """Return the names of linear layers and of lists of experts whose weights arrive unquantized.
 
-    Builds the Hugging Face model without memory.
+    The Hugging Face model is built without memory to find them.
     """
     from transformers import AutoModelForCausalLM
 
@@ -98,7 +97,7 @@ def unquantized_layers(model: PretrainedConfig, quantization: WeightQuantization
 _CPU_BATCHED_TOKENS = 4096
 _GRAPH_REQUESTS = 512
 _MAX_GRAPH_REQUESTS = 1024
-"""vLLM's number of running requests in offline generation on large GPUs."""
+"""Number of running requests that vLLM uses in offline generation on large GPUs."""
 _DEEPSEEK_V3_ROUTING = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
 
@@ -106,8 +105,8 @@ def engine_arguments(settings: EngineSettings, draft_folder: Path | None = None)
     """Translate the library's settings into vLLM's.
 
     Args:
-        settings: the library's settings.
-        draft_folder: description of the draft model that is trained with the policy; see `drafting`.
+        settings: The library's settings.
+        draft_folder: Folder with the description of the draft model that is trained with the policy; see `drafting`.
     """
     speculation = speculation_of(settings.engine_kwargs)
     values: dict[str, Any] = {
@@ -133,15 +132,15 @@ def engine_arguments(settings: EngineSettings, draft_folder: Path | None = None)
         values["pipeline_parallel_size"] = settings.pipeline_parallel_size
         values["enable_expert_parallel"] = settings.expert_parallel_size > 1
     if settings.pipeline_parallel_size > 1 or settings.num_replicas > 1:
-        # Each stage's answers are read in the order of the batches, and replicas step together.
+        # The answers of each stage are read in the order of the batches, and all replicas take a step together.
         values["async_scheduling"] = False
     if settings.reports_experts:
         values |= _reports(settings)
     if settings.device == "cpu":
-        # A prompt split over two steps would rewind its request's random generator, which CPU generators do not
-        # support.
+        # If a prompt were split over two steps, vLLM would reset its request's random generator to an earlier state,
+        # which CPU generators do not support.
         values["enable_chunked_prefill"] = False
-        # With room for all proposals, none depends on other requests.
+        # With space for the proposals of all requests, those of one request do not depend on other requests.
         proposals = CPU_SEQUENCES * (speculation.num_tokens + 1) if speculation else 0
         values["max_num_batched_tokens"] = max(_CPU_BATCHED_TOKENS, settings.max_model_len, proposals)
         values["max_num_seqs"] = CPU_SEQUENCES
@@ -161,24 +160,26 @@ def engine_arguments(settings: EngineSettings, draft_folder: Path | None = None)
 
 
 def _draft_has_files(settings: EngineSettings) -> bool:
-    """Return whether a draft model has its weights from files, unlike a draft that is trained with the policy."""
+    """Return whether a draft model reads its weights from files, which one trained with the policy does not."""
     speculation = speculation_of(settings.engine_kwargs)
     is_trained = settings.draft is not None or settings.trains_mtp
     return speculation is not None and speculation.loads_weights and not is_trained
 
 
 def _reports(settings: EngineSettings) -> dict[str, bool]:
-    """Make vLLM return the experts of tokens, which it does on GPUs only, or let `experts` read them on CPUs.
+    """Return the arguments with which the experts of tokens can be reported.
 
-    It reads them between two steps, when the tokens of a finished request are still in the cache.
+    vLLM returns them on GPUs only. On CPUs, `experts` reads them between two steps, when the tokens of a finished
+    request are still in the cache.
     """
     return {"async_scheduling": False} if settings.device == "cpu" else {"enable_return_routed_experts": True}
 
 
 def _graphs(settings: EngineSettings) -> dict[str, int]:
-    """Capture CUDA graphs for as many running requests as an engine gets in a step.
+    """Return the argument that makes vLLM capture CUDA graphs for as many requests as an engine runs in a step.
 
-    vLLM stops at 512 except on Blackwell GPUs; a step with more requests would launch every kernel separately.
+    vLLM's default limit is 512 except on Blackwell GPUs. A step with more requests would launch every kernel
+    separately.
     """
     wanted = min(settings.samples, _MAX_GRAPH_REQUESTS)
     eager = settings.device == "cpu" or settings.enforce_eager
@@ -197,7 +198,8 @@ def _hf_overrides(settings: EngineSettings) -> Any:
     values = ours | settings.hf_overrides | _float8(settings, model) | dict(own)
     speculation = speculation_of(settings.engine_kwargs)
     if speculation is not None and speculation.method == "mtp":
-        # vLLM reads the configuration again for these layers, and applies only functions to it.
+        # vLLM reads the configuration a second time for these layers, and then applies only overrides that are
+        # functions.
         return partial(_updated, values)
     return values
 
@@ -208,7 +210,7 @@ def _updated(values: Mapping[str, Any], config: PretrainedConfig) -> PretrainedC
 
 
 def _float8(settings: EngineSettings, model: PretrainedConfig) -> dict[str, Any]:
-    """Describe float8 weights, or nothing if float8 is simulated and vLLM gets ordinary weights."""
+    """Return the description of float8 weights, or nothing if vLLM gets unquantized weights."""
     quantization = settings.quantization
     if quantization is None or quantization.simulated:
         return {}
@@ -216,10 +218,11 @@ def _float8(settings: EngineSettings, model: PretrainedConfig) -> dict[str, Any]
 
 
 def _head(settings: EngineSettings, model: PretrainedConfig, own: Mapping[str, Any]) -> dict[str, str]:
-    """Request float32 logits on GPUs, as in the trainer, because vLLM would round them to the weights' dtype.
+    """Request float32 logits on GPUs, as in the trainer. vLLM would otherwise round them to the weights' dtype.
 
     Bfloat16 logits between 16 and 32 have steps of 0.125. The product uses the same kernel with another output dtype.
-    On CPUs vLLM would copy the head to float32 in every step, and quantized heads refuse float32.
+    On CPUs nothing is requested, because vLLM would copy the head to float32 in every step. Quantized heads do not
+    support float32.
     """
     of_model = own.get("quantization_config", getattr(model, "quantization_config", None))
     of_model = None if settings.quantization is not None else of_model  # `_float8` replaces it and leaves the head out
@@ -230,10 +233,10 @@ def _head(settings: EngineSettings, model: PretrainedConfig, own: Mapping[str, A
 
 
 def _routing(model: PretrainedConfig) -> dict[str, str]:
-    """Make vLLM route like transformers' DeepSeek-V3 always does: by sigmoids, with a bias.
+    """Make vLLM's router of DeepSeek-V3 use sigmoids with a bias, as transformers always does.
 
-    The published `config.json` has these settings, but one written by transformers lacks them. vLLM would then refuse
-    the bias and use the softmax.
+    The published `config.json` has these settings, but a `config.json` written by transformers lacks them. Without
+    them, vLLM would refuse the bias and use the softmax.
     """
     if model.model_type != "deepseek_v3":
         return {}
@@ -244,13 +247,13 @@ def sampling_params(sampling: SamplingParams, seed: int, room: int, eos: int | N
     """Translate sampling parameters into vLLM's.
 
     Args:
-        sampling: the parameters.
-        seed: of the request.
-        room: tokens left in the context.
-        eos: the tokenizer's end of text, with which a complete response with a grammar may always end.
+        sampling: The parameters.
+        seed: Seed of the request.
+        room: Number of tokens left in the context.
+        eos: The tokenizer's end-of-text token. A complete response with a grammar may always end with it.
 
     Raises:
-        ValueError: the grammar is not valid.
+        ValueError: The grammar is not valid.
     """
     grammar = sampling.grammar
     ends = [] if grammar is None or eos is None or eos in sampling.stop_token_ids else [eos]

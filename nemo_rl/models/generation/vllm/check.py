@@ -1,16 +1,13 @@
-"""Check before any engine is built that vLLM can serve a model: its division over ranks, and float8.
+"""Check that vLLM can serve a model before an engine is built: its division over ranks, and float8.
 
-Check that a model divides over the ranks of an engine, by the arithmetic of vLLM's layers, before any is built.
+The division is checked by the arithmetic of vLLM's layers. Sources:
+`vllm.config.model.ModelConfig.verify_with_parallel_config` (heads, layers), `QKVParallelLinear` of
+`vllm.model_executor.layers.linear` (key-value heads are divided, or copied), `vllm.distributed.utils.divide` (all other
+sizes). Vocabularies are padded, so every size works.
 
-Sources: `vllm.config.model.ModelConfig.verify_with_parallel_config` (heads, layers), `QKVParallelLinear` of
-`vllm.model_executor.layers.linear` (key-value heads are divided, or copied), `vllm.distributed.utils.divide` (all
-other sizes). Vocabularies are padded, so every size works.
-
-Refuse models that vLLM cannot serve with float8 weights or with a float8 key-value cache.
-
-Sources: `validate_fp8_block_shape` of `vllm.model_executor.layers.quantization.utils.fp8_utils`: matrices that vLLM
-joins (query, key and value; gate and up) or divides over ranks end at the border of a block. `CPU_ATTN` and `CPU_MLA`
-of `vllm.v1.attention.backends`: what CPUs can hold in float8.
+For float8 weights, matrices that vLLM joins (query, key and value; gate and up) or divides over ranks must end at the
+border of a block. Source: `validate_fp8_block_shape` of `vllm.model_executor.layers.quantization.utils.fp8_utils`. For
+a float8 key-value cache, `CPU_ATTN` and `CPU_MLA` of `vllm.v1.attention.backends` say what CPUs support.
 """
 
 import importlib.util
@@ -76,7 +73,7 @@ def _cache_on_cpu(generation: GenerationConfig, model: Any) -> Iterator[str]:
 
 
 def _shapes(model: Any, generation: GenerationConfig, rows: int, columns: int) -> Iterator[str]:
-    """Yield the sizes that blocks of float8 weights do not fit."""
+    """Yield messages about sizes of the model that are not multiples of the blocks of float8 weights."""
     tensor = generation.engine.tensor_parallel_size
     if getattr(model, "model_type", "") == "gpt_oss":
         yield (
@@ -116,10 +113,10 @@ def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
     """Refuse a model that vLLM computes wrongly or cannot divide (see `registry.EngineKind.check`).
 
     Raises:
-        ConfigError: the model does not divide over the ranks of an engine, its context is shorter than the engine's, or
-            float8 or speculative decoding is not possible as configured; or, on a CPU, vLLM does not support its head
-            size there, a package for its images is missing, or it has latent attention (such as DeepSeek-V3's) with
-            plain rotary embeddings.
+        ConfigError: The model cannot be divided over the ranks of an engine, its context is shorter than the engine's,
+        or float8 or speculative decoding is not possible as configured. On a CPU, also if vLLM does not support its
+        head size there, a package for its images is missing, or it has latent attention (such as DeepSeek-V3's) with
+        plain rotary embeddings.
     """
     whole = load_model_config(policy.model_name, policy.hf_config_overrides)
     model = whole.get_text_config()
@@ -168,7 +165,7 @@ def check_engine_shape(model: Any, generation: GenerationConfig) -> None:
         model: Hugging Face configuration of the text model.
 
     Raises:
-        ConfigError: a size does not fit; the message has the arithmetic and the sizes that fit.
+        ConfigError: A size does not divide the model. The message has the arithmetic and the sizes that do.
     """
     engine = generation.engine
     tensor, stages, experts = (

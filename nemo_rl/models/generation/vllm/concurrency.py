@@ -1,16 +1,17 @@
 """Fit the number of running requests to the key-value cache of a vLLM engine.
 
-vLLM starts as many requests as have room for their tokens so far. They grow; when the cache is full, vLLM takes one out
-(a preemption), drops its keys and values, and computes them again later. Where answers are long this repeats: the
-requests that are started again take the room of those that are about to end.
+vLLM starts as many requests as have space in the cache for their tokens so far. The requests grow. When the cache is
+full, vLLM takes one out (a preemption), drops its keys and values, and computes them again later. With long answers
+this repeats, because requests that are started again take the space of requests that are about to end. This module
+changes the limit of running requests:
 
     more preemptions than a quarter of the running requests     the limit becomes the number that still runs
     as many requests as the limit have ended, with at most      the limit rises, by one or as far as the cache had
     half as many preemptions as that                            room, at most twofold
 
-A few preemptions remain: a cache that is always full writes more answers than one with room for the longest of all.
-The other requests wait in vLLM's queue, in order. Invariant: without a preemption the limit is vLLM's own
-(`max_num_seqs`).
+A few preemptions remain, because a cache that is always full gives more answers in a given time than one with space for
+the longest of all answers. Requests beyond the limit wait in vLLM's queue, in order. Invariant: without a preemption,
+the limit is vLLM's own (`max_num_seqs`).
 """
 
 from dataclasses import dataclass, field
@@ -19,24 +20,24 @@ from typing import Any
 from nemo_rl.models.generation.engine_load import EngineLoad
 
 _FULL = 0.9
-"""Share of the cache up to which the limit rises at once; beyond it, it rises by one."""
+"""Usage of the cache up to which the limit rises in one step. Beyond it, the limit rises by one."""
 _TOLERATED = 0.25
-"""Preemptions for each request that ends."""
+"""Tolerated number of preemptions for each running request."""
 
 
 @dataclass
 class ConcurrencyLimit:
-    """Limit of the requests that run at the same time."""
+    """Limit of the number of requests that run at the same time."""
 
     most: int
     """Largest limit."""
     limit: int = field(init=False)
     _num_ended: int = field(default=0, init=False)
-    """Requests that have ended since the limit was looked at, in steps with as many running requests as possible."""
+    """Number of requests that ended since the limit last changed, in steps with as many requests as allowed."""
     _num_preemptions: int = field(default=0, init=False)
-    """Preemptions since then."""
+    """Number of preemptions since the limit last changed."""
     _peak: float = field(default=0.0, init=False)
-    """Largest usage of the cache since then."""
+    """Largest usage of the cache since the limit last changed."""
 
     def __post_init__(self) -> None:
         self.limit = self.most
@@ -45,10 +46,10 @@ class ConcurrencyLimit:
         """Adapt the limit after a step of the engine.
 
         Args:
-            num_preemptions: requests that were taken out in the step.
-            num_running: requests that run after it.
-            num_ended: requests that ended with it.
-            usage: share of the cache in use.
+            num_preemptions: Number of requests that were preempted in the step.
+            num_running: Number of requests that run after the step.
+            num_ended: Number of requests that ended in the step.
+            usage: Share of the cache in use.
         """
         self._num_preemptions += num_preemptions
         if num_preemptions and self._num_preemptions > _TOLERATED * num_running:
@@ -62,7 +63,7 @@ class ConcurrencyLimit:
                 self._change(min(self.most, self.limit + self._rise()))
 
     def _rise(self) -> int:
-        """Return by how much the limit may rise."""
+        """Return the number by which the limit may rise."""
         if self._num_preemptions > _TOLERATED * self.limit / 2:
             return 0
         fits = int(self.limit * min(2.0, _FULL / max(self._peak, 1e-3)))
@@ -93,7 +94,7 @@ class CacheWatch:
         self._preempt(*arguments, **options)
 
     def begin_step(self) -> None:
-        """Note the start of a step, without counting requests that vLLM takes out for new weights."""
+        """Note the start of a step. Requests that vLLM preempts between steps, for new weights, are not counted."""
         self._before_step = self._num_preempted
 
     def end_step(self, num_ended: int) -> None:

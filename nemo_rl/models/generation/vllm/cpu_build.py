@@ -1,27 +1,30 @@
 """Repair and complete vLLM's CPU build: speculative decoding, expert parallelism, inputs in float8.
 
-Repair what vLLM's CPU build computes wrongly in speculative decoding. Without Triton the build takes C++ functions in
-place of vLLM's kernels. The function that repeats the temperature, top-k and top-p of each request for its proposed
-tokens writes its result into a copy that is then dropped, so logits would be divided by uninitialized memory. A step in
-which no request has proposals fails if one has a top-k. And a draft model's own output head counts as equal to the
-model's: both have been packed, and what is left of their weights, which is nothing, is compared.
+`repair_speculation` repairs four errors of speculative decoding. Without Triton, the CPU build uses C++ functions in
+place of vLLM's kernels.
 
-A fourth repair belongs to `drafting.propose_to_the_end`. vLLM moves a proposal past the end of the context to position
-0 without a place in the cache, and the proposal after it to position 1 with one, over the second token of the prompt.
-Other requests that share the prompt would then get other proposals. Invariant: after these repairs each token is drawn
-from the same distribution as without speculation, and proposals depend on the tokens of a request only.
+- One of these functions repeats the temperature, top-k and top-p of each request for its proposed tokens. It writes its
+  result into a copy that is then dropped, so logits would be divided by uninitialized memory.
+- A step in which no request has proposals fails if a request has a top-k.
+- A draft model's own output head counts as equal to the model's. Both have been packed, and vLLM compares what is left
+  of their weights, which is nothing.
+- vLLM moves a proposal past the end of the context to position 0 without a place in the cache, and the proposal after
+  it to position 1, with the place of the prompt's second token. Other requests that share the prompt would then get
+  other proposals. The repair is needed for `drafting.propose_to_the_end`.
 
-Add expert parallelism to vLLM's CPU build, whose kernel and communicator do not support it.
+Invariant: after these repairs each token is drawn from the same distribution as without speculation, and proposals
+depend only on the tokens of a request.
 
-`vllm.model_executor.layers.fused_moe.experts.cpu_moe.CPUUnquantizedExperts.apply` ignores `expert_map`: it passes the
-kernel ids among all experts of a layer with the weights of this rank's experts only, so the kernel reads out of bounds.
-`vllm.distributed.device_communicators.cpu_communicator.CpuCommunicator` has none of the two operations that exchange
-tokens between replicas. Invariant: the sum of the results of a stage's ranks equals the result of one rank with all
-experts, and that of a token does not depend on the others.
+Expert parallelism is added, because the kernel and the communicator of the CPU build do not support it.
+`vllm.model_executor.layers.fused_moe.experts.cpu_moe.CPUUnquantizedExperts.apply` ignores `expert_map`: it gives the
+kernel ids among all experts of a layer, but only the weights of this rank's experts, so the kernel reads out of bounds.
+`vllm.distributed.device_communicators.cpu_communicator.CpuCommunicator` lacks the two operations that exchange tokens
+between replicas. Invariant: the sum of the results of a stage's ranks equals the result of one rank with all experts,
+and the result of a token does not depend on other tokens.
 
-Round the inputs of vLLM's linear layers to float8 on CPUs, where vLLM's kernels do not. On GPUs the kernels quantize
-the inputs of float8 products, in blocks of 1 x 128 values (DeepSeek-V3). These functions run inside vLLM's worker.
-Experts are computed in one kernel, so their inputs stay as they are.
+`round_activations` rounds the inputs of vLLM's linear layers to float8, which vLLM's kernels do not do on CPUs. On GPUs
+the kernels quantize the inputs of float8 products in blocks of 1 x 128 values (DeepSeek-V3). Experts are computed in
+one kernel, so their inputs are not rounded. These functions run inside vLLM's worker.
 """
 
 from functools import partial, wraps
@@ -36,7 +39,7 @@ from nemo_rl.models.quantization import BlockFormat, WeightQuantization, rounded
 
 
 def repair_speculation() -> None:
-    """Make the repairs in this process, once and on CPUs, before vLLM builds its worker."""
+    """Make the repairs in this process, once. This is called on CPUs, before vLLM builds its worker."""
     from vllm.utils import cpu_triton_utils
     from vllm.v1.sample import rejection_sampler
     from vllm.v1.spec_decode import llm_base_proposer
@@ -78,22 +81,22 @@ def repeat_for_tokens(
     replace_to: float,
     max_num_tokens: int | None = None,
 ) -> None:
-    """Write the value of each request to the places of its tokens.
+    """Write the value of each request to the places of the request's tokens.
 
     Args:
-        output: `[T]`, written.
-        values: `[B]`, of the requests.
-        ends: `[B]`, the number of tokens of all requests up to this one.
-        replace_from: a value that is replaced.
-        replace_to: the value in its place.
-        max_num_tokens: has no effect; vLLM's kernel needs it.
+        output: `[T]`, which is written.
+        values: `[B]`, the values of the requests.
+        ends: `[B]`, the number of tokens of all requests up to and including this one.
+        replace_from: A value that is replaced.
+        replace_to: The value that replaces it.
+        max_num_tokens: Has no effect. It is an argument of vLLM's kernel.
     """
     counts = torch.diff(ends, prepend=ends.new_zeros(1)).long()
     output.copy_(values.where(values != replace_from, replace_to).repeat_interleave(counts))
 
 
 def compute_own_experts() -> None:
-    """Let CPU experts use the ids of this process's experts, so that experts of other ranks add nothing."""
+    """Make CPU kernels use the ids of this process's experts, so that experts of other ranks contribute nothing."""
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe  # vLLM also imports it on CPUs only
 
     experts: Any = cpu_moe.CPUUnquantizedExperts
@@ -124,7 +127,7 @@ def exchange_tokens() -> None:
 def _all_gatherv(
     self: Any, input_: torch.Tensor | list[torch.Tensor], dim: int = 0, sizes: list[int] | None = None
 ) -> torch.Tensor | list[torch.Tensor]:
-    """Join the rows of all members, whose numbers of rows are `sizes` (see `DeviceCommunicatorBase.all_gatherv`)."""
+    """Concatenate the rows of all members. `sizes` has their numbers of rows (`DeviceCommunicatorBase.all_gatherv`)."""
     assert dim == 0, "tokens are rows"
     if isinstance(input_, torch.Tensor):
         return _joined(self, input_, sizes)
@@ -142,7 +145,7 @@ def _joined(communicator: Any, own: torch.Tensor, sizes: list[int] | None) -> to
 
 
 def _reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
-    """Sum the rows that are this member's (see `DeviceCommunicatorBase.reduce_scatterv`).
+    """Sum the parts of all members for the rows of this member (see `DeviceCommunicatorBase.reduce_scatterv`).
 
     The parts are added in the order of the members, so the sum for a token does not depend on its row.
     """
@@ -155,7 +158,7 @@ def _reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = -1, sizes: list
 
 
 def round_activations(worker: Any, quantization: WeightQuantization) -> int:
-    """Round the inputs of all linear layers with quantized weights from now on, and return their number."""
+    """From now on, round the inputs of all linear layers with quantized weights, and return the number of layers."""
     model: nn.Module = worker.model_runner.get_model()
     found = 0
     for name, module in model.named_modules():

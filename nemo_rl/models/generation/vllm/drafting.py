@@ -1,12 +1,14 @@
-"""Draft models of a running engine: weights that arrive in a sync, counts of proposals, and their independence.
+"""Handle draft models of a running engine: weights that arrive in a sync, and counts of proposals.
 
-A draft model that is trained with the policy: its tensors arrive with the policy's in every weight sync. Either an
-EAGLE-3 head (`policy.draft`), whose sizes the engine gets from the policy's section, in a folder with a `config.json`
-and no weights. Or the policy's layers for multi-token prediction (`policy.megatron_cfg.mtp_num_layers`). Invariant:
-after a sync the engine proposes with the tensors that were loaded; a head shares only the embedding with the policy,
-those layers also the output head.
+A draft model that is trained with the policy gets its tensors together with the policy's in every weight sync. It is
+one of two kinds. An EAGLE-3 head (`policy.draft`) has sizes from the policy's section, and is described to the engine
+by a folder with a `config.json` and no weights. The other kind is the policy's layers for multi-token prediction
+(`policy.megatron_cfg.mtp_num_layers`). Invariant: after a sync the engine proposes with the tensors that were loaded.
+An EAGLE-3 head shares only the embedding with the policy. The layers for multi-token prediction also share the output
+head.
 
-Count proposed and accepted tokens, and keep proposals of a request independent of other requests.
+This module also counts proposed and accepted tokens, and keeps the proposals of a request independent of other
+requests.
 """
 
 import json
@@ -30,9 +32,9 @@ from nemo_rl.models.generation.engine_load import SpeculationCounts
 from nemo_rl.utils.errors import GenerationError
 
 _UNUSED = re.compile(r"model\.layers\.[1-9]\d*\.hidden_norm")
-"""Norms that vLLM makes in layers that do not have them."""
+"""Names of norms that vLLM makes in layers that have no such norm in checkpoints."""
 _MARK = "trained_with_policy"
-"""Key that marks a draft model whose weights come with each sync, not from files."""
+"""Key that marks a draft model whose weights arrive in each sync, and not from files."""
 TRAINED_LAYERS = {_MARK: True}
 """vLLM's `additional_config` if the policy's layers for multi-token prediction arrive in syncs."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -40,10 +42,10 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 @contextmanager
 def described(shape: DraftShape | None) -> Iterator[Path | None]:
-    """Write the folder from which vLLM builds a draft model that is trained with the policy, for the block.
+    """Write, for the block, the folder from which vLLM builds a draft model that is trained with the policy.
 
     Args:
-        shape: sizes of the draft model; None: there is none, and no folder.
+        shape: Sizes of the draft model. If None, there is no draft model and no folder.
     """
     if shape is None:
         yield None
@@ -57,9 +59,9 @@ def described(shape: DraftShape | None) -> Iterator[Path | None]:
 def keep_own_heads() -> None:
     """Let a draft model trained with the policy keep its output head. Call this before vLLM builds its worker.
 
-    vLLM would give it the policy's head, because no file has one. Both of vLLM's model runners are changed: the first
-    shares heads in its proposers, the second, which GPUs have, in a function. The second would also compare values, and
-    weights that no file has are all equal.
+    vLLM would give it the policy's head, because no file has a head for it. Both of vLLM's model runners are changed.
+    The first one shares heads in its proposers. The second one, which runs on GPUs, does so in a function, and if the
+    values of both heads are equal. Heads that are in no file are always equal at the start.
     """
     proposer_class: Any = SpecDecodeBaseProposer
     of_second_runner: Any = eagle_utils
@@ -82,10 +84,10 @@ def keep_own_heads() -> None:
 
 
 def trained_draft(worker: Any) -> nn.Module | None:
-    """Return the draft model of a worker if it is trained with the policy.
+    """Return the draft model of a worker if it is trained with the policy, or else None.
 
     Raises:
-        GenerationError: the worker should have one, but vLLM does not give it.
+        GenerationError: The worker should have such a model, but vLLM does not provide it.
     """
     config = worker.vllm_config
     of_draft = getattr(config.speculative_config, "draft_model_config", None)
@@ -143,7 +145,7 @@ def load_into_draft(draft: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]
 
 
 class SpeculationWatch:
-    """Counts in the steps of an engine.
+    """Counts the results of speculative decoding in the steps of an engine.
 
     Args:
         scheduler: vLLM's scheduler.
@@ -180,16 +182,16 @@ class SpeculationWatch:
 
 
 def propose_to_the_end(worker: Any) -> None:
-    """Propose tokens for every request that has room for them, inside vLLM's worker on CPUs.
+    """Let vLLM propose tokens for every request that has space for them. This runs inside vLLM's worker on CPUs.
 
-    vLLM proposes for no request as soon as one is near the end of the context, so tokens of the others would depend on
-    it. Both proposers stop at the end of the context by themselves.
+    vLLM proposes for no request as soon as one request is near the end of the context, so tokens of other requests
+    would depend on it. Both proposers stop at the end of the context by themselves.
     """
     runner = worker.model_runner
     runner.effective_drafter_max_model_len = runner.max_model_len + runner.num_spec_tokens
 
 
 def models_of(worker: Any) -> nn.ModuleList:
-    """Return the model of a worker and, if it has one, the draft model."""
+    """Return the model of a worker and its draft model, if it has one."""
     models = (worker.get_model(), worker.get_draft_model())
     return nn.ModuleList([model for model in models if isinstance(model, nn.Module)])

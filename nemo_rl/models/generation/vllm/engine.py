@@ -1,9 +1,9 @@
 """Adapt vLLM's in-process engine to the `Engine` protocol, for the CPU and GPU builds.
 
-Arguments (`arguments`), weight loading (`running_model`), the other ranks of an engine (`ranks`, `replicas`) and
-responses with a grammar (`grammars`) have their own files. Invariant: unless `logprobs_mode` is changed,
-log-probabilities are those of the sampled distribution, so they agree with a trainer that divides logits by the same
-temperature; with a grammar, they are those without it.
+Other modules have the arguments (`arguments`), weight loading (`running_model`), the other ranks of an engine (`ranks`,
+`replicas`) and responses with a grammar (`grammars`). Invariant: unless `logprobs_mode` is changed, log-probabilities
+are those of the sampled distribution, so they agree with a trainer that divides logits by the same temperature. With a
+grammar, they are those of the distribution without the grammar.
 """
 
 import logging
@@ -68,7 +68,7 @@ logger = logging.getLogger(__name__)
 
 
 class VllmEngine(SteppedEngine):
-    """One vLLM engine, or worker 0 of an engine with several workers, or the first worker of one of its replicas."""
+    """One vLLM engine, worker 0 of an engine with several workers, or the first worker of one of its replicas."""
 
     accepts_grammars = True
 
@@ -104,14 +104,14 @@ class VllmEngine(SteppedEngine):
         if hasattr(os, "memfd_create"):
             # vLLM would leave a file in the temporary folder.
             uniproc_executor.get_file_store_init_method = _nameless_file
-        # This usage context sets the batch limits that the arguments leave open: those of offline generation.
+        # This usage context sets the batch limits that the arguments do not set. They are those of offline generation.
         with packing_threads(), refusing_non_finite(settings.model_name):
             self._engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
 
     @override
     def add_request(self, request_id: str, request: GenerationRequest) -> None:
         prompt_length, will_be_scored = len(request.prompt_token_ids), is_scored(request.sampling)
-        # When vLLM reads prompt and response, it draws another token.
+        # When vLLM reads prompt and response again to score them, it draws one more token.
         room = self._max_model_len - prompt_length - will_be_scored
         if room < 1:
             more = ", of which an answer of a demanded form needs 2" if will_be_scored else ""
@@ -136,14 +136,14 @@ class VllmEngine(SteppedEngine):
         return None
 
     def _submit(self, request_id: str, token_ids: list[int], params: VllmSamplingParams, priority: int = 0) -> None:
-        """Add a request, which vLLM begins before waiting requests with a larger `priority`."""
+        """Add a request. vLLM begins it before waiting requests with a larger `priority`."""
         prompt: Any = {"prompt_token_ids": token_ids}
         if not self._recomputes_cache:  # share keys and values only with requests since the same update
             prompt["cache_salt"] = str(self._num_updates)
         self._vllm_ids[request_id] = self._engine.add_request(request_id, prompt, params, priority=priority)
 
     def _read(self, request_id: str) -> None:
-        """Read a drawn response before requests that wait, because its program waits for the complete answer."""
+        """Let vLLM read a drawn response before waiting requests, because a caller waits for the complete response."""
         self._submit(request_id, self._scoring.tokens_to_read(request_id), reading(), priority=-1)
 
     def _sampling_params(self, request: GenerationRequest, room: int) -> VllmSamplingParams:
@@ -166,7 +166,7 @@ class VllmEngine(SteppedEngine):
         return finished
 
     def finish_steps(self) -> list[Finished]:
-        """See `SteppedEngine.finish_steps`. With async scheduling vLLM has a batch in flight while a step returns."""
+        """See `SteppedEngine.finish_steps`. With async scheduling, vLLM still computes a batch when a step returns."""
         client: Any = self._engine.engine_core
         core = client.engine_core
         finished, step = list[Finished](), core.step_fn
@@ -188,7 +188,7 @@ class VllmEngine(SteppedEngine):
         return finished
 
     def _taken(self, output: RequestOutput, experts: Experts | None) -> list[Finished]:
-        """Return the response of an output, or begin its scoring and return none if it has to be scored."""
+        """Return the response of an output. If it has to be scored first, begin this and return no response."""
         request_id = output.request_id
         del self._vllm_ids[request_id]
         if request_id in self._scoring.drawn:
@@ -230,7 +230,7 @@ class VllmEngine(SteppedEngine):
         return self._experts.of_running(vllm_id, running.num_computed_tokens, num_tokens)
 
     def sampled_so_far(self, request_id: str) -> tuple[list[int], list[float]]:
-        """See `SteppedEngine.sampled_so_far`. It skips responses whose log-probabilities come only at their end."""
+        """See `SteppedEngine.sampled_so_far`. A response that is scored at its end has no tokens here."""
         if request_id in self._scoring.prompts:
             return [], []
         state = self._state(request_id)
@@ -245,12 +245,12 @@ class VllmEngine(SteppedEngine):
         return num_tokens
 
     def weights_not_finite(self) -> list[str]:
-        """See `SteppedEngine.weights_not_finite`. It gives vLLM's names, without layers whose weights vLLM packed."""
+        """See `SteppedEngine.weights_not_finite`. Names are vLLM's, without those of weights that it has packed."""
         of_ranks = self._engine.collective_rpc(non_finite_parameters)
         return list(dict.fromkeys(name for names in of_ranks for name in names))
 
     def _start_threads(self, settings: EngineSettings) -> ThreadChoice | None:
-        """Choose threads on CPUs, for an engine of one process, unless the run sets the number of threads."""
+        """Choose the number of threads of an engine of one process on CPUs, unless the run sets this number."""
         if settings.device != "cpu" or settings.num_workers > 1 or "OMP_NUM_THREADS" in settings.env_vars:
             return None
         worker = self._engine.model_executor.driver_worker
@@ -275,7 +275,10 @@ class VllmEngine(SteppedEngine):
         return client.engine_core.scheduler
 
     def decode(self, token_ids: list[int]) -> str | None:
-        """See `SteppedEngine.decode`. It returns None for tokenizers of other libraries, which may differ."""
+        """See `SteppedEngine.decode`.
+
+        It returns None for tokenizers of other libraries, which may decode differently.
+        """
         tokenizer = self._engine.renderer.tokenizer
         return sampled_text(tokenizer, token_ids) if isinstance(tokenizer, PreTrainedTokenizerBase) else None
 
@@ -289,7 +292,7 @@ class VllmEngine(SteppedEngine):
             self._engine.collective_rpc(begin_reload)
 
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """See `Engine.load_tensors`. The other ranks load the tensors that they receive themselves."""
+        """See `Engine.load_tensors`. The other ranks load the tensors that they have received themselves."""
         with packing_threads():
             load_tensors(self._engine.model_executor.driver_worker, tensors)
 
@@ -302,7 +305,7 @@ class VllmEngine(SteppedEngine):
         return take_reads(self._engine.model_executor.driver_worker)
 
     def finish_loading(self, *, changed: bool) -> list[str]:
-        """See `SteppedEngine.finish_loading`. vLLM computes running requests again if `recomputes_cache`."""
+        """See `SteppedEngine.finish_loading`. With `recomputes_cache`, vLLM computes running requests again."""
         with packing_threads():
             of_ranks = self._engine.collective_rpc(finish_reload)
         if changed:
@@ -320,7 +323,7 @@ class VllmEngine(SteppedEngine):
         return self.recorded_layers(token_ids, self.step)
 
     def recorded_layers(self, token_ids: list[int], step: Callable[[], list[Finished]]) -> list[torch.Tensor]:
-        """Do the work of `layer_outputs` with a function that steps the engine."""
+        """Do the work of `layer_outputs`. The function `step` advances the engine."""
         self._engine.reset_prefix_cache()
         self._engine.collective_rpc(start_recording)
         try:
@@ -356,7 +359,7 @@ class VllmEngine(SteppedEngine):
 
 
 def _finished_batch(core: Any) -> tuple[Any, bool]:
-    """Take the oldest batch in flight, without scheduling another, in place of a step of vLLM's core."""
+    """Take the results of the oldest batch in progress, without scheduling another one, as a step of vLLM's core."""
     sampled, scheduled, executed = core.batch_queue.pop()
     output = sampled.result()
     if output is None:
@@ -376,15 +379,15 @@ def _finished(output: RequestOutput) -> Finished:
 
 
 def _nameless_file() -> str:
-    """Return the address of a one-process engine's store: an unnamed file that the kernel frees with this process."""
+    """Return the address of a one-process engine's store, an unnamed file that the kernel frees with this process."""
     return f"file:///proc/{os.getpid()}/fd/{os.memfd_create('vllm-store')}"
 
 
 def _take_latent_attention(arguments: EngineArgs) -> None:
-    """Use the kernel for latent attention that supports float32 and weight updates, even if another is faster.
+    """Choose the kernel for latent attention that supports float32 and weight updates, even if another one is faster.
 
-    vLLM takes one for bfloat16 only wherever the processor has AMX, and it chooses for the layers that propose tokens
-    separately.
+    If the processor has AMX, vLLM would choose a kernel for bfloat16 only. For the layers that propose tokens, vLLM
+    chooses separately.
     """
     kernel, is_latent = AttentionBackendEnum.CPU_MLA, arguments.create_model_config().use_mla
     if is_latent:

@@ -1,17 +1,16 @@
-"""The experts that vLLM's routers choose for each token, for `policy.router_replay`.
+"""Report the experts that vLLM's routers choose for each token, for `policy.router_replay`.
 
-Record the experts of tokens inside vLLM's worker, on CPUs; these functions run there. vLLM returns routed experts
-(`enable_return_routed_experts`) from its second model runner only, which needs Triton; its CPU worker has the first
-one. Here vLLM's own capturer reads the routers, and this file keeps what it reads.
+On GPUs, vLLM returns the experts with a response (`enable_return_routed_experts`). Only vLLM's second model runner
+supports this, and it needs Triton. vLLM's CPU worker has the first model runner, so there this module records the
+experts by functions that run inside the worker. vLLM's own capturer reads the routers, and `_Record` stores what it has
+read:
 
     routers ─► vLLM's RoutedExpertsCapturer: the tokens of a step ─► _Record: each slot of the cache
 
 A token's experts are stored at the place of its keys and values in the cache. So a prompt that is found in the cache
-has its experts, and a place that is used again gets those of its new token. Invariant: the experts of a token are those
-of the pass that wrote its keys and values; after a weight update that recomputes the cache, those of the new weights.
-
-Give responses the experts of their tokens; on CPUs vLLM's worker records them, on GPUs vLLM returns them with a
-response.
+has its experts, and a place that is used again gets the experts of its new token. Invariant: the experts of a token are
+those of the pass that wrote its keys and values. After a weight update that recomputes the cache, they are those of the
+new weights.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +46,7 @@ def start_record(worker: Any) -> None:
     """Record the experts of all tokens from now on.
 
     Raises:
-        ConfigError: no part of the cache keeps all tokens of a request.
+        ConfigError: No layer has full attention, so no part of the cache keeps all tokens of a request.
     """
     worker.expert_record = _Record(worker)
 
@@ -57,22 +56,23 @@ def take_experts(worker: Any, wanted: list[tuple[str, int]]) -> list[Tensor] | N
 
     Args:
         worker: vLLM's worker.
-        wanted: id of each request and the number of its first tokens.
+        wanted: Id of each request, and the number of its first tokens whose experts are returned.
 
     Returns:
-        `[tokens, L, k]` for each request, L of this rank's layers; None if another rank of the stage answers.
+        `[tokens, L, k]` for each request, where L counts the layers of this rank. None if another rank of the stage
+        answers.
     """
     record: _Record = worker.expert_record
     return record.of_requests(wanted) if get_tp_group().is_first_rank else None
 
 
 class _Record:
-    """The experts of each slot of the cache of keys and values of one rank."""
+    """The experts of the tokens in each slot of one rank's key-value cache."""
 
     def __init__(self, worker: Any) -> None:
         self._runner = worker.model_runner
         config = self._runner.vllm_config
-        # Every rank captures, because ranks may exchange their tokens for it.
+        # Every rank captures, because the ranks may have to exchange their tokens for this.
         self._capturer = RoutedExpertsCapturer(config.scheduler_config.max_num_batched_tokens, config)
         bind_routed_experts_capturer(self._runner.get_model(), self._capturer)
         self._layers = moe_layers(worker)
@@ -125,7 +125,7 @@ class ExpertReports:
 
     Args:
         engine: vLLM's engine.
-        on_cpu: whether they are recorded here, because vLLM does not return them.
+        on_cpu: Whether the experts are recorded here, because vLLM does not return them.
     """
 
     def __init__(self, engine: LLMEngine, *, on_cpu: bool) -> None:
@@ -141,7 +141,7 @@ class ExpertReports:
         """Return the experts of finished requests by their ids.
 
         Args:
-            outputs: of the last step.
+            outputs: Outputs of the last step.
             ids: vLLM's id of each request.
         """
         if not outputs:
@@ -159,12 +159,12 @@ class ExpertReports:
         }
 
     def of_running(self, vllm_id: str, num_computed: int, num_tokens: int) -> Experts | None:
-        """Return the experts of a request that is about to be ended, or None where vLLM does not return them.
+        """Return the experts of a request that is about to be ended, or None if vLLM does not return them.
 
         Args:
             vllm_id: vLLM's id of the request.
-            num_computed: tokens whose keys and values are in the cache; 0 for a request that waits.
-            num_tokens: tokens of the prompt and the answer so far.
+            num_computed: Number of tokens whose keys and values are in the cache. 0 for a waiting request.
+            num_tokens: Number of tokens of the prompt and the answer so far.
         """
         if not self._on_cpu or num_computed == 0:
             return None
@@ -177,7 +177,7 @@ class ExpertReports:
         return [torch.cat(of_request, dim=1).numpy() for of_request in zip(*stages, strict=True)]
 
     def _returned(self, output: RequestOutput) -> NDArray[Any] | None:
-        """Return what vLLM reports, `[n, L, k]`, without the layers that have no experts."""
+        """Return the experts that vLLM reports, `[n, L, k]`. Layers without experts are left out."""
         of_all_layers = output.outputs[0].routed_experts
         return None if of_all_layers is None else np.asarray(of_all_layers)[:, self._layers]
 

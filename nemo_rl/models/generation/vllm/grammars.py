@@ -1,9 +1,10 @@
-"""Responses that keep to a grammar: vLLM draws them under a mask, and reads them again to score them without it.
+"""Draw responses with a grammar under a mask, and let vLLM read them again to score them without the mask.
 
     prompt ─► tokens, drawn under the mask ─► prompt and tokens as a second prompt ─► log-probabilities of the policy
 
-vLLM masks the logits before it computes any log-probability of a drawn token, also a raw one. Those of a prompt know
-neither mask nor temperature nor filter. Invariant: all log-probabilities of a response are of the same weights.
+vLLM masks the logits before it computes any log-probability of a drawn token, even a raw one. The log-probabilities of
+a prompt are computed without mask, temperature and filter. Invariant: all log-probabilities of a response are computed
+by the same weights.
 """
 
 import json
@@ -22,15 +23,16 @@ from nemo_rl.utils.errors import GenerationError, NonFiniteError
 
 
 def of_tokens(token_ids: list[int], table: object, num_before: int = 0) -> list[float]:
-    """Read each token's log-probability from a table with one entry for each position.
+    """Return the log-probability of each token from a table with one entry for each position.
 
     Args:
+        token_ids: The tokens.
         table: vLLM's `FlatLogprobs`.
-        num_before: entries of other tokens before them.
+        num_before: Number of entries before those of the tokens.
 
     Raises:
-        GenerationError: the table is of other tokens.
-        NonFiniteError: a log-probability is NaN.
+        GenerationError: The table has other tokens.
+        NonFiniteError: A log-probability is NaN.
     """
     table_ids = list(getattr(table, "token_ids", []))[num_before:]
     values = list(getattr(table, "logprobs", []))[num_before:]
@@ -50,7 +52,7 @@ def structured_outputs(grammar: Grammar) -> StructuredOutputsParams:
     """Translate a grammar into vLLM's parameters.
 
     Raises:
-        ValueError: it is not a valid grammar.
+        ValueError: The grammar is not valid.
     """
     kind, definition = grammar
     values: Mapping[str, Any] = {kind: json.loads(definition) if kind == "choice" else definition}
@@ -61,7 +63,7 @@ def is_scored(sampling: SamplingParams) -> bool:
     """Return whether a response is read again after it was drawn.
 
     Raises:
-        GenerationError: it would have to be, and is drawn from another distribution than the policy's.
+        GenerationError: It would have to be, but it is drawn from another distribution than the policy's.
     """
     if not sampling.is_read_again:
         return False
@@ -75,7 +77,7 @@ def is_scored(sampling: SamplingParams) -> bool:
 
 
 def reading() -> VllmSamplingParams:
-    """Make the parameters with which vLLM reads a prompt and returns its log-probabilities."""
+    """Return the parameters with which vLLM reads a prompt and returns the prompt's log-probabilities."""
     return VllmSamplingParams(
         temperature=0.0,
         max_tokens=1,  # vLLM draws at least one, which is not used
@@ -90,12 +92,12 @@ def reading() -> VllmSamplingParams:
 
 @dataclass
 class ResponseScoring:
-    """The responses of one engine that are scored when they have been drawn."""
+    """The responses of one engine that are scored after they were drawn."""
 
     prompts: dict[str, list[int]] = field(default_factory=dict)
-    """Their prompts, by the id of the request."""
+    """Prompts of these responses, by the id of the request."""
     drawn: dict[str, Finished] = field(default_factory=dict)
-    """Requests that are drawn to the end and being read, by the same ids."""
+    """Responses that are completely drawn and are being read, by the id of the request."""
 
     def forget(self, request_id: str) -> None:
         """Drop a response."""
@@ -103,7 +105,7 @@ class ResponseScoring:
         self.drawn.pop(request_id, None)
 
     def tokens_to_read(self, request_id: str) -> list[int]:
-        """Return prompt and tokens of a drawn response."""
+        """Return the tokens of the prompt and of a drawn response."""
         return [*self.prompts[request_id], *self.drawn[request_id].token_ids]
 
     def scored(self, output: RequestOutput) -> Finished:

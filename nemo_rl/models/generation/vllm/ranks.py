@@ -3,11 +3,11 @@
     worker 0: LLMEngine ─► RanksExecutor ─┬─ vLLM's worker, rank 0, called directly
                                           └─ link ─► worker k: VllmRank ─► vLLM's worker, rank k
 
-vLLM would start the other ranks as its own processes, which Ray neither places nor watches, and which no weight
-transport reaches. Here every rank is a `GenerationWorker`: it gets a bundle, on this machine or another one, receives
-and verifies weights, and its death is noticed like that of any worker. Ranks count tensor parallelism first: rank =
-stage x tensor parallel size + position within the stage. Groups of ranks of one machine use vLLM's shared memory,
-others gloo or NCCL. Invariant: all ranks make the same calls in the same order.
+vLLM would start the other ranks as its own processes. Ray would neither place nor watch them, and no weight transport
+would reach them. Here every rank is a `GenerationWorker`: it gets a bundle, on this machine or another one, and
+receives and verifies weights. Its death is noticed like that of any worker. Ranks count tensor parallelism first: rank
+= stage x tensor parallel size + position within the stage. Groups of ranks of one machine use vLLM's shared memory, all
+other groups gloo or NCCL. Invariant: all ranks make the same calls in the same order.
 """
 
 import os
@@ -48,13 +48,13 @@ from nemo_rl.weight_sync.parts import BlocksByName
 
 _SHARED_MEMORY = Path("/dev/shm")
 _HOST_ADDRESS = "VLLM_HOST_IP"
-"""Variable with the address at which vLLM's own sockets listen; each machine has another one."""
+"""Environment variable with the address at which vLLM's own sockets listen. It differs between machines."""
 _OF_VLLM = ("VLLM_", "TORCHINDUCTOR_")
-"""Prefixes of variables that vLLM sets while it builds its configuration, for the processes it would start."""
+"""Prefixes of environment variables that vLLM sets, while it is configured, for processes that it would start."""
 
 
 class _Start(NamedTuple):
-    """Message of worker 0 to the others: vLLM's configuration, a name for the engine, and environment variables."""
+    """Message of worker 0 to all other workers: vLLM's configuration, a name, and environment variables."""
 
     config: VllmConfig
     identity: str
@@ -62,7 +62,7 @@ class _Start(NamedTuple):
 
 
 def _build_worker(start: _Start, meeting: Meeting) -> WorkerWrapperBase:
-    """Build vLLM's worker of a rank, with its device and model, at the same time on all ranks."""
+    """Build vLLM's worker of a rank, with its device and model. All ranks call this at the same time."""
     parallel, name_on_machine = start.config.parallel_config, f"{start.identity}-{meeting.machine}"
     rank = meeting.place % parallel.world_size
     worker = WorkerWrapperBase(rpc_rank=0, global_rank=rank)
@@ -70,8 +70,8 @@ def _build_worker(start: _Start, meeting: Meeting) -> WorkerWrapperBase:
         "vllm_config": start.config,
         "local_rank": meeting.local_place,
         "rank": rank,
-        # It only names segments of shared memory; `enter_engine` has formed the process group already. A group
-        # of ranks whose names differ does not use shared memory, so each machine has its own name.
+        # The value only names segments of shared memory, because `enter_engine` has already formed the process group. A
+        # group of ranks with different names does not use shared memory, so each machine has its own name.
         "distributed_init_method": f"file:///{name_on_machine}",
         "is_driver_worker": rank % parallel.tensor_parallel_size == 0,
         "shared_worker_lock": Lock(),
@@ -94,7 +94,7 @@ def _build_worker(start: _Start, meeting: Meeting) -> WorkerWrapperBase:
 
 
 def _make_stage_input(runner: Any) -> None:
-    """Allocate a stage's buffer for its input, as vLLM does in its warm-up, which it skips on CPUs."""
+    """Allocate a stage's buffer for its input. vLLM does this in its warm-up, which it skips on CPUs."""
     runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
         batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
     )
@@ -111,12 +111,12 @@ def _forget_names(identity: str) -> None:
 
 
 def _links_of(head: int) -> str:
-    """Return the name of the links between the first rank of a replica and its others."""
+    """Return the name of the links between the first rank of a replica and the replica's other ranks."""
     return f"ranks of {head}"
 
 
 def listening(meeting: Meeting) -> Meeting:
-    """Let vLLM's own sockets listen at the address of this machine, not at the driver's, which Ray may pass on."""
+    """Let vLLM's own sockets listen at the address of this machine. Ray may have passed on the driver's address."""
     os.environ[_HOST_ADDRESS] = meeting.address
     return meeting
 
@@ -132,7 +132,7 @@ class RanksExecutor(UniProcExecutor):
         head = parallel.data_parallel_rank * parallel.world_size
         meeting = listening(enter_engine(self.device_config.device_type, head, parallel.world_size_across_dp))
         self.num_passes = 0
-        """Forward passes so far that `execute_model` has started."""
+        """Number of forward passes that `execute_model` has started so far."""
         others = range(head + 1, head + parallel.world_size)
         self._links: list[Link] = open_links(meeting, _links_of(head), others)
         environment = {name: value for name, value in os.environ.items() if name.startswith(_OF_VLLM)}
@@ -145,7 +145,7 @@ class RanksExecutor(UniProcExecutor):
             link.receive()
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
-        """See vLLM's executor. Here it counts forward passes."""
+        """See vLLM's executor. In addition, forward passes are counted."""
         self.num_passes += scheduler_output.total_num_scheduled_tokens > 0
         return super().execute_model(scheduler_output, non_block)
 
@@ -158,15 +158,15 @@ class RanksExecutor(UniProcExecutor):
         non_block: bool = False,
         single_value: bool = False,
     ) -> Any:
-        """Call a method of every rank's worker, or a function with every worker.
+        """Call a method of the worker of every rank, or a function with every worker as its first argument.
 
         Args:
-            method: method or function to call.
-            timeout: has no effect, as in vLLM's executor of one process.
-            args: positional arguments.
-            kwargs: keyword arguments.
-            non_block: return a future.
-            single_value: return only the answer of the rank that samples, the first one of the last stage.
+            method: Method or function to call.
+            timeout: Has no effect, as in vLLM's executor of one process.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+            non_block: Whether to return a future.
+            single_value: Whether to return only the result of the rank that samples, the first one of the last stage.
         """
         answering = [not single_value or rank == self._output_rank for rank, _ in enumerate(self._links, start=1)]
         answers = call_all(self._links, RankCall(method, args, kwargs or {}, wants_answer=True), answering)
@@ -184,7 +184,7 @@ class RanksExecutor(UniProcExecutor):
 
 
 class VllmRank(ServedRank):
-    """Workers 1, 2 ... of a vLLM engine, which take part in calls of worker 0 too (updates, sleep, recording)."""
+    """Workers 1, 2 ... of a vLLM engine. They execute the calls of worker 0, also for updates, sleep and recording."""
 
     def __init__(self, settings: EngineSettings):
         meeting = listening(meet(settings))

@@ -3,11 +3,11 @@
     place 0: VllmReplicas ─┬─ own VllmEngine (replica 0) ─► RanksExecutor ─► its ranks
                            └─ link ─► VllmReplica ─► VllmEngine (replica k) ─► RanksExecutor ─► its ranks
 
-Each replica (vLLM's data parallelism) has all layers but the experts, its own requests, scheduler and key-value cache;
-the experts of a layer are divided over the ranks of all replicas, so every forward pass of one needs the others.
-vLLM's own coordinator of such replicas belongs to its multi-process server. Here place 0 gives out the requests and
-lets all replicas step together. Invariant: a step of the engine is one forward pass of every replica; one without
-tokens to compute runs an empty pass.
+Each replica (vLLM's data parallelism) has all layers but the experts, its own requests, scheduler and key-value cache.
+The experts of a layer are divided over the ranks of all replicas, so every forward pass of a replica needs all
+replicas. vLLM's own coordinator of such replicas belongs to its multi-process server. Here place 0 distributes the
+requests and lets all replicas take a step together. Invariant: a step of the engine is one forward pass of every
+replica. A replica without tokens to compute runs an empty pass.
 """
 
 import os
@@ -84,7 +84,7 @@ class VllmReplicas(SteppedEngine):
         return removed
 
     def _take_back(self, request_id: str) -> int:
-        """Forget a request that its replica has no more, and return the replica."""
+        """Forget a request that its replica does not have any more, and return the number of the replica."""
         replica = self._replica_of.pop(request_id)
         self._num_open[replica] -= 1
         return replica
@@ -104,7 +104,7 @@ class VllmReplicas(SteppedEngine):
         return list(dict.fromkeys(name for names in self._on_all("weights_not_finite") for name in names))
 
     def take_load(self) -> EngineLoad:
-        """See `SteppedEngine.take_load`. It sums over replicas, with the usage of the fullest cache."""
+        """See `SteppedEngine.take_load`. Counts are summed over replicas. The usage is that of the fullest cache."""
         loads: list[EngineLoad] = self._on_all("take_load")
         return EngineLoad(
             sum(load.num_preemptions for load in loads),
@@ -121,7 +121,7 @@ class VllmReplicas(SteppedEngine):
         self._on_all("start_loading")
 
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """See `Engine.load_tensors`. The other ranks load the tensors that they receive themselves."""
+        """See `Engine.load_tensors`. The other ranks load the tensors that they have received themselves."""
         await self._own.load_tensors(tensors)
 
     def record_reads(self) -> None:
@@ -137,7 +137,7 @@ class VllmReplicas(SteppedEngine):
         return [name for names in self._on_all("finish_loading", changed=changed) for name in names]
 
     async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
-        """See `Engine.layer_outputs`. Replica 0 gives them, while the others run empty passes."""
+        """See `Engine.layer_outputs`. Replica 0 computes them, while all other replicas run empty passes."""
         return self._own.recorded_layers(token_ids, self.step)
 
     @override
@@ -166,7 +166,7 @@ class VllmReplicas(SteppedEngine):
 
 
 class VllmReplica(ServedRank):
-    """First rank of replica 1, 2 ...: an engine that does what place 0 tells it."""
+    """First rank of replica 1, 2 ...: an engine that executes the calls of place 0."""
 
     def __init__(self, settings: EngineSettings):
         meeting = listening(meet(settings))
@@ -192,9 +192,9 @@ class VllmReplica(ServedRank):
 
 
 def _join(meeting: Meeting, settings: EngineSettings) -> None:
-    """Set the variables from which vLLM learns that this process leads one of several replicas.
+    """Set the environment variables from which vLLM learns that this process leads one of several replicas.
 
-    The index of a rank's GPU is that of its place on its machine, so vLLM must not add anything (VLLM_DP_RANK_LOCAL).
+    The index of a rank's GPU is its place on its machine, so vLLM must not add an offset (VLLM_DP_RANK_LOCAL).
     """
     os.environ.update(
         VLLM_DP_SIZE=str(settings.num_replicas),

@@ -1,15 +1,13 @@
 """Work on a running vLLM model: load new weights, record outputs of layers. These functions run in vLLM's worker.
 
-Load new weights into a running vLLM model; these functions run inside vLLM's worker. vLLM rearranges weights after
-loading: packed matrix products and experts, absorbed attention projections. An update uses vLLM's own layerwise reload
-on every platform: layers take the layout of a checkpoint, and each layer is rearranged again when its last tensor has
-arrived, into its existing storage (so CUDA graphs stay valid). The reload does not handle three packings on CPUs, so
-they are done here: experts are packed only with a new kernel, a tied output head has a separate packed copy, and
-Mamba-2 keeps a copy of a convolution that is packed. GPT-OSS copies some tensors without vLLM's loaders, so a reload
-would lose them: attention sinks are not moved, and experts are passed one by one. Invariant: after `finish_reload` the
-model answers with the tensors that were loaded.
+vLLM rearranges weights after loading: packed matrix products and experts, absorbed attention projections. An update
+uses vLLM's own layerwise reload on every platform. Layers first take the layout of a checkpoint. When the last tensor
+of a layer has arrived, the layer is rearranged again, into its existing storage (so CUDA graphs stay valid).
 
-Record the outputs of a vLLM model's layers; these functions run inside vLLM's worker.
+The reload does not handle three cases of packing on CPUs, so they are handled here: experts are packed only with a new
+kernel, a tied output head has a separate packed copy, and Mamba-2 keeps a copy of a convolution that is packed. GPT-OSS
+copies some tensors without vLLM's loaders, so a reload would lose them. Therefore attention sinks are not moved, and
+experts are passed one by one. Invariant: after `finish_reload` the model answers with the tensors that were loaded.
 """
 
 import re
@@ -40,14 +38,14 @@ from nemo_rl.weight_sync.parts import BlocksByName, ReadRecorder
 
 _STACKED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias)?")
 _CACHE_SCALES = ("q_scale", "k_scale", "v_scale", "prob_scale")
-"""Parameters of attention in `vllm.model_executor.layers.quantization.kv_cache`; none is sent."""
+"""Parameters of attention in `vllm.model_executor.layers.quantization.kv_cache`, which are never sent."""
 _GPT_OSS_NAMES = {"gate_up_proj": "w13", "down_proj": "w2"}
 
 
 def begin_reload(worker: Any) -> None:
-    """Prepare the model for tensors of a checkpoint.
+    """Prepare the model for tensors in the layout of a checkpoint.
 
-    An interrupted update is closed first, so that no layer counts its tensors for the new one.
+    If the previous update was interrupted, it is closed first, so that no layer counts its tensors for the new update.
     """
     model = worker.model_runner.get_model()
     with set_current_vllm_config(worker.vllm_config):
@@ -76,8 +74,8 @@ def begin_reload(worker: Any) -> None:
 def tied_heads(model: torch.nn.Module) -> set[str]:
     """Return the names of the weights of output heads that share their storage with an embedding.
 
-    vLLM also ties a head whose configuration says otherwise: if the files have a copy of the embedding, it counts the
-    head as untied, reads the copy, and ties the two when they are equal.
+    vLLM also ties a head that the configuration says is not tied: if the files have a copy of the embedding, vLLM first
+    counts the head as untied and reads the copy, and then ties both because they are equal.
     """
     holders = [(name, each) for name, each in model.named_modules() if isinstance(each, VocabParallelEmbedding)]
     embeddings = {_storage(each) for _, each in holders if not isinstance(each, ParallelLMHead)} - {0}
@@ -87,13 +85,13 @@ def tied_heads(model: torch.nn.Module) -> set[str]:
 
 
 def _storage(layer: torch.nn.Module) -> int:
-    """Return the address of a layer's weight, or 0 if it has none, or none with memory."""
+    """Return the address of a layer's weight, or 0 if the layer has no weight or the weight has no memory."""
     weight = getattr(layer, "weight", None)
     return weight.untyped_storage().data_ptr() if isinstance(weight, torch.Tensor) else 0
 
 
 def load_tensors(worker: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Load tensors, of which each rank takes its part."""
+    """Load tensors. Each rank takes its part of them."""
     runner = worker.model_runner
     given: Iterable[tuple[str, torch.Tensor]] = tensors
     recorder = recorder_of(worker)
@@ -112,24 +110,24 @@ def load_tensors(worker: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
 
 
 def record_reads(worker: Any) -> None:
-    """Record what the worker reads in the next update."""
+    """Record which parts of tensors the worker reads in the next update."""
     worker.recorder = ReadRecorder()
 
 
 def take_reads(worker: Any) -> BlocksByName:
-    """Stop recording and return what was read since `record_reads`."""
+    """Stop recording, and return the parts that were read since `record_reads`."""
     recorder: ReadRecorder = worker.recorder
     worker.recorder = None
     return recorder.reads
 
 
 def recorder_of(worker: Any) -> ReadRecorder | None:
-    """Return the recorder of a worker that records."""
+    """Return the recorder of a worker, or None if the worker does not record."""
     return getattr(worker, "recorder", None)
 
 
 def one_by_one(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the experts of GPT-OSS under the names of single experts, and other tensors unchanged."""
+    """Yield the experts of GPT-OSS under the names of single experts, and all other tensors unchanged."""
     for name, tensor in tensors:
         stack = _STACKED_EXPERTS.fullmatch(name)
         if stack is None:
@@ -141,11 +139,11 @@ def one_by_one(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[st
 
 
 def finish_reload(worker: Any) -> list[str]:
-    """Put the loaded tensors into use.
+    """Activate the loaded tensors.
 
     Returns:
-        Names of the engine parameters that need a tensor but got none, and of the layers that got only some of
-        their tensors. A tied output head shares the embedding's storage and needs none.
+        Names of the engine's parameters that need a tensor but got none, and of layers that got only some of their
+        tensors. A tied output head shares the embedding's storage and needs none.
     """
     model = worker.model_runner.get_model()
     unbound = worker.unbound | lost_tensors(model, worker.unbound)
@@ -172,7 +170,7 @@ def finish_reload(worker: Any) -> list[str]:
 
 
 def _renew_convolution(mixer: MambaMixer2) -> None:
-    """Give a mixer's convolution the new weights: a view of them, or a copy where vLLM has packed them for a CPU."""
+    """Copy the new weights into a mixer's convolution, unpacked if vLLM has packed them for a CPU."""
     convolution: Any = mixer.conv1d
     held: Any = mixer.conv_weights
     plain = getattr(convolution, "_cpu_unpacked_conv_weight", None)
@@ -181,10 +179,10 @@ def _renew_convolution(mixer: MambaMixer2) -> None:
 
 @contextmanager
 def refusing_non_finite(model_name: str) -> Iterator[None]:
-    """Check each tensor that vLLM reads from a model's files in a block, since packed ones cannot be checked.
+    """In the block, check each tensor that vLLM reads from a model's files. Packed tensors cannot be checked later.
 
     Raises:
-        NonFiniteError: lists the tensors with NaN or infinity; raised at the end of the block.
+        NonFiniteError: Tensors hold NaN or infinity. It lists them, and is raised at the end of the block.
     """
     loader_class: Any = DefaultModelLoader
     read = loader_class.get_all_weights
@@ -192,7 +190,7 @@ def refusing_non_finite(model_name: str) -> Iterator[None]:
 
     def watched(loader: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in read(loader, *args, **kwargs):
-            # On the host this would take seconds for a large model: Ray leaves a worker one thread.
+            # On the host, the check would take seconds for a large model, because Ray allows a worker one thread.
             spoilt.extend(not_finite({name: tensor.to(current_platform.device_type)}))
             yield name, tensor
 
@@ -206,12 +204,12 @@ def refusing_non_finite(model_name: str) -> Iterator[None]:
 
 
 def non_finite_parameters(worker: Any) -> list[str]:
-    """Return the names of the model's parameters, as vLLM holds them, that are not finite."""
+    """Return the names of the model's parameters that are not finite. Names and values are those of vLLM."""
     return not_finite(dict(worker.model_runner.get_model().named_parameters()))
 
 
 def without_cache_scales(names: set[str]) -> set[str]:
-    """Return names of parameters but for scales of a float8 cache, which float8 models have and which stay 1."""
+    """Return the names without scales of a float8 cache. Float8 models have such scales, which stay 1."""
     return {name for name in names if name.rpartition(".")[2] not in _CACHE_SCALES}
 
 
@@ -226,9 +224,10 @@ def lost_tensors(model: torch.nn.Module, unbound: set[str]) -> set[str]:
 
 
 def incomplete_layers(model: torch.nn.Module) -> set[str]:
-    """Return layers of several tensors (query, key and value in one, experts) that lack some of them.
+    """Return the names of layers that lack some of their tensors (query, key and value in one layer, or experts).
 
-    vLLM would fill the rest with uninitialized memory. Embeddings are excluded: they are padded to a larger size.
+    vLLM would fill the rest with uninitialized memory. Embeddings are excluded, because they are padded to a larger
+    size.
     """
     names = set()
     for name, module in model.named_modules():
@@ -252,8 +251,8 @@ def start_recording(worker: Any) -> None:
 def stop_recording(worker: Any) -> list[Tensor]:
     """Return the hidden states after each layer of this rank since `start_recording`, `[T, D]` float32 each.
 
-    The list is empty if a layer was not called: vLLM replays CUDA graphs of some architectures (DeepSeek V3.2, GLM-5)
-    in pieces, in which no module runs.
+    The list is empty if a layer was not called. vLLM replays CUDA graphs of some architectures (DeepSeek V3.2, GLM-5)
+    in pieces, in which no module is called.
     """
     stack, outputs, num_layers = worker.recording
     stack.close()
@@ -262,13 +261,13 @@ def stop_recording(worker: Any) -> list[Tensor]:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the model's longest list of modules."""
+    """Return the modules of the model's longest module list."""
     lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
     return max(lists, key=len, default=[])
 
 
 def residual_sum(output: Any) -> Tensor:
-    """Return the hidden states after a layer, whose last addition vLLM leaves to the next layer."""
+    """Return the hidden states after a layer, including the last addition, which vLLM leaves to the next layer."""
     if not isinstance(output, tuple):
         hidden: Tensor = output
         return hidden

@@ -1,6 +1,6 @@
-"""Set the environment that a process needs before it imports vLLM.
+"""Define the environment that a process needs before it imports vLLM.
 
-Invariant: this file does not import vllm, so the controller can import it.
+Invariant: this module does not import vllm, so the controller can import it.
 """
 
 LIBRARIES = (
@@ -12,7 +12,7 @@ LIBRARIES = (
     "torch.utils.cpp_extension",
     "aiohttp",
 )
-"""Half of vLLM's import time, for `optimizations.fork_server`; none of these modules belongs to vLLM."""
+"""Modules that take half of vLLM's import time, for `optimizations.fork_server`. None of them belongs to vLLM."""
 CPU_SEQUENCES = 128
 """Maximum number of sequences that an engine runs at the same time on the CPU."""
 
@@ -20,10 +20,10 @@ CPU_SEQUENCES = 128
 def engine_environment(device: str) -> dict[str, str]:
     """Return the environment variables for a vLLM actor on `device` ("cpu" or "cuda").
 
-    The engine runs inside the actor's process: no second process can be lost, and requests, weight updates and
-    cache resets are plain calls between two steps. On CPUs there is one OpenMP thread until the engine
-    starts more (`threads`). Threads spin only briefly at a barrier, so that the trainer has all cores in its
-    turn. Attention rows are not divided among threads. Dynamo is disabled: it would compile even in eager mode.
+    The engine runs inside the actor's process, so no second process can be lost, and requests, weight updates and cache
+    resets are plain calls between two steps. On CPUs there is one OpenMP thread until the engine starts more
+    (`threads`). Threads that wait at a barrier spin only briefly, so that the trainer has all cores when it works.
+    Attention rows are not divided among threads. Dynamo is disabled, because it would compile even in eager mode.
     """
     variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -45,8 +45,8 @@ def kernel_variables(*, use_deep_gemm: bool, powers_of_two: bool) -> dict[str, s
     """Return the environment variables of vLLM that choose the kernels of float8 products.
 
     Args:
-        use_deep_gemm: multiply with DeepGEMM.
-        powers_of_two: scales of activations are powers of two, which only DeepGEMM's kernels have.
+        use_deep_gemm: Whether to multiply with DeepGEMM.
+        powers_of_two: Whether scales of activations are powers of two, which only DeepGEMM's kernels support.
     """
     return {
         "VLLM_USE_DEEP_GEMM": str(int(use_deep_gemm)),

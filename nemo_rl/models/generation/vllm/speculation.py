@@ -1,8 +1,8 @@
 """Read and check `vllm_kwargs.speculative_config`, before any worker starts.
 
-The section has vLLM's own keys. Invariant: what passes draws each token from the same distribution as without
-speculation; on CPUs, where this is tested, also the same tokens for the same seed whatever else runs. This file does
-not import vllm.
+The section has vLLM's own keys. Invariant: with an accepted section, each token is drawn from the same distribution as
+without speculation. On CPUs, where this is tested, the same seed also gives the same tokens, whatever other requests
+run. This module does not import vllm.
 """
 
 import logging
@@ -44,24 +44,24 @@ _NUM_MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp
 
 @dataclass(frozen=True)
 class Speculation:
-    """The section."""
+    """The section `speculative_config`."""
 
     values: Mapping[str, Any]
 
     @property
     def method(self) -> str | None:
-        """The method, or None if vLLM chooses it by the draft model."""
+        """The method, or None if vLLM chooses it from the draft model."""
         name = self.values.get("method")
         return "mtp" if isinstance(name, str) and name.endswith("_mtp") else name
 
     @property
     def num_tokens(self) -> int:
-        """Most tokens that are proposed for a request at a time, or 1 if the model decides it."""
+        """Largest number of tokens that are proposed for a request at a time, or 1 if the model decides it."""
         return int(self.values.get("num_speculative_tokens") or 1)
 
     @property
     def loads_weights(self) -> bool:
-        """True if proposals come from weights of files, which no weight sync provides."""
+        """True if the weights that propose are read from files, because no weight sync provides them."""
         return self.method not in _WITHOUT_MODEL
 
 
@@ -69,7 +69,7 @@ def speculation_of(engine_kwargs: Mapping[str, Any]) -> Speculation | None:
     """Return the section of an engine's arguments, or None without speculation.
 
     Raises:
-        ConfigError: it is no mapping.
+        ConfigError: The section is not a mapping.
     """
     values = engine_kwargs.get("speculative_config")
     if values is None:
@@ -92,14 +92,14 @@ def proposes_with_latent_attention(speculation: Speculation, model_has_it: bool)
     """Return whether the layers that propose tokens have latent attention (DeepSeek's MLA).
 
     Args:
-        model_has_it: whether the policy's model has it, whose own layers `mtp` proposes with.
+        model_has_it: Whether the policy's model has latent attention. With `mtp`, its own layers propose.
     """
     named = speculation.values.get("model")
     if not speculation.loads_weights:
         return False
     if named is None or speculation.method == "mtp":
         return model_has_it
-    # The file itself, because transformers does not know the architectures of all heads.
+    # The file is read without a configuration class, because transformers does not know the architectures of all heads.
     draft, _ = PretrainedConfig.get_config_dict(cached_folder(str(named)) or str(named))
     return any(part.get("kv_lora_rank") is not None for part in (draft, draft.get("text_config") or {}))
 
@@ -108,11 +108,11 @@ def check_speculation(policy: PolicyConfig, cluster: ClusterConfig, model: Any) 
     """Refuse a section that vLLM cannot serve, or that would change the distribution of samples.
 
     Args:
-        policy: the `policy` section, with `generation`.
+        policy: The `policy` section, with `generation`.
         model: Hugging Face configuration of the text model.
 
     Raises:
-        ConfigError: lists all problems.
+        ConfigError: The section has problems. The message lists all of them.
     """
     speculation = speculation_of(policy.sampling.vllm_kwargs)
     if policy.draft.enabled:
@@ -143,7 +143,7 @@ def check_speculation(policy: PolicyConfig, cluster: ClusterConfig, model: Any) 
 
 
 def _no_eagle_head(name: str) -> Iterator[str]:
-    """Check that local files hold an EAGLE-3 head, whose first layer joins hidden states of the policy."""
+    """Yield a problem if local files do not hold an EAGLE-3 head, whose first layer joins states of the policy."""
     from nemo_rl.models.huggingface.tensor_files import TensorFiles
 
     files = sorted(Path(cached_folder(name) or name).glob("*.safetensors"))
@@ -205,7 +205,7 @@ def _wrong_methods(speculation: Speculation, model: Any) -> Iterator[str]:
 
 
 def _wrong_layers(policy: PolicyConfig, model: Any) -> Iterator[str]:
-    """Refuse layers for multi-token prediction of which only some are sent to the engines, or none in float8."""
+    """Yield problems of layers for multi-token prediction: some are not sent to the engines, or weights are float8."""
     if policy.generation is not None and policy.generation.engine.precision == FP8:
         yield (
             f"method=mtp with layers that are trained and float8 weights (policy.generation.engine.precision={FP8}) is "

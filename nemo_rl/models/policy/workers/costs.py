@@ -1,9 +1,7 @@
-"""Count the work of a policy: the cost of a pass over rows, and the passes of a step.
+"""Count the work of a policy in a step, so that a run can report its throughput.
 
-Count what a policy computes in a step, so that a run can report its throughput.
-
-`rank_calls` counts each pass over rows with its time; `algorithms.runtime.throughput` takes the counts once a step.
-Invariant: a row counts with its own length, never with padding or filler rows.
+`rank_calls` counts each pass over rows and measures its time. `algorithms.runtime.throughput` takes the counts once a
+step. Invariant: a row counts with its own length, without padding and filler rows.
 """
 
 import logging
@@ -34,20 +32,20 @@ class PassCosts:
     """Cost of a pass over rows."""
 
     flops: ModelFlops | None
-    """The model's operations; None if they cannot be counted."""
+    """Number of operations of the model. None if they cannot be counted."""
     device: str | None
-    """Name of the GPU; None for a CPU."""
+    """Name of the GPU. None for a CPU."""
     reason: str = ""
-    """Why the operations are not known; empty if they are."""
+    """Why the number of operations is unknown. Empty if it is known."""
     is_failure: bool = False
-    """Whether nothing could be found out, so that another attempt may succeed."""
+    """Whether the request failed, so that another attempt may succeed."""
 
 
 def pass_costs(config: PolicyConfig, device: torch.device) -> PassCosts:
     """Return the costs of a model's passes.
 
-    Adapters of the Megatron backend count as if they were on all linear layers: its layers have other names, and
-    adapters have a small share of the operations.
+    Adapters of the Megatron backend are counted as if they were on all linear layers. The names of its layers cannot be
+    compared, and adapters have a small share of the operations.
     """
     name = None if device.type == "cpu" else device_name(device)
     lora, peft = config.dtensor_cfg.lora_cfg, config.megatron_cfg.peft
@@ -72,7 +70,7 @@ def pass_costs(config: PolicyConfig, device: torch.device) -> PassCosts:
 type PassKind = Literal["training", "scoring"]
 
 _MOST_ATTEMPTS = 3
-"""A description may take long to fail, so a step does not wait for one again and again."""
+"""Largest number of attempts to get the costs. An attempt may take long to fail, so they are few."""
 
 
 @dataclass
@@ -80,25 +78,25 @@ class PassWork:
     """The passes of one kind."""
 
     lengths: Counter[int] = field(default_factory=Counter)
-    """Tokens of a row -> number of such rows of all passes. A model whose counts are never taken, such as a teacher,
-    needs no more memory for longer runs."""
+    """Number of rows of each length, over all passes. Its memory does not grow with the number of passes, so a model
+    whose counts are never taken, such as a teacher, needs no more memory in longer runs."""
     seconds: float = 0.0
-    """Time that the passes took."""
+    """Seconds that the passes took."""
     shared_tokens: int = 0
-    """Tokens among them that were not computed, because another row of their microbatch has them."""
+    """Number of these tokens that were not computed, because another row of their microbatch has the same tokens."""
 
     @property
     def tokens(self) -> int:
-        """Tokens of all rows."""
+        """Number of tokens of all rows."""
         return sum(length * rows for length, rows in self.lengths.items())
 
 
 class WorkCount:
-    """The passes of a policy since they were last taken, counted by several threads at the same time.
+    """The passes of a policy since they were last taken. Several threads may count at the same time.
 
     Args:
-        describe: returns what a pass over rows costs; called when it is first needed, and again a few times if it
-            could not find out.
+        describe: Function that returns the costs of passes over rows. It is called when they are first needed, and a
+            few more times if it fails.
     """
 
     def __init__(self, describe: Callable[[], PassCosts]) -> None:
@@ -118,7 +116,7 @@ class WorkCount:
 
     @contextmanager
     def of(self, kind: PassKind, lengths: Iterable[int] = (), shared_tokens: int = 0) -> Generator[None]:
-        """Count the block as passes over rows of these lengths, if it ends without an error (see `PassWork`)."""
+        """Count the block as passes over rows of these lengths, unless it ends with an error (see `PassWork`)."""
         started = time.perf_counter()
         yield
         with self._guard:
@@ -128,7 +126,7 @@ class WorkCount:
             work.shared_tokens += shared_tokens
 
     def take(self) -> dict[PassKind, PassWork]:
-        """Return what was counted, and start again from nothing."""
+        """Return the counts, and reset them."""
         with self._guard:
             taken, self._passes = self._passes, _none()
         return taken

@@ -1,12 +1,12 @@
 """Call a loss on the model's output: build its inputs, and reduce its metrics.
 
-`rank.PolicyWorker.train` builds the inputs that a loss declares in `input_type` before the forward, and calls the loss
-after it; `lm_policy` checks the keys that a batch needs. Workers reduce metrics over microbatches, the controller over
-ranks and updates. A metric's name tells whether it is a count (`is_count`) or an extreme (`loss_function.extreme_of`);
-all other metrics are means.
+Before the forward, `rank.PolicyWorker.train` builds the inputs that a loss declares in `input_type`. After the forward,
+it calls the loss. `lm_policy` checks the keys that a batch needs. Workers reduce metrics over microbatches, and the
+controller reduces them over ranks and updates. A metric's name says whether it is a count (`is_count`) or an extreme
+(`loss_function.extreme_of`). All other metrics are means.
 
 Invariants: losses of one input type receive the same tensors in the same places, whatever the layout, the ranks and the
-backend; losses divide their metrics by global counts, so the parts of one update add up.
+backend. Losses divide their metrics by global counts, so the parts of one update add up.
 """
 
 import statistics
@@ -75,15 +75,15 @@ def call_loss(
     """Compute loss and metrics of one microbatch.
 
     Args:
-        loss_fn: the loss. It receives `[b, T - 1]` log-probabilities or values, or `[b, 1]` scores of sequences. For
-            distillation it receives the student's log-probabilities of the teacher's top-k tokens `[b, T - 1, k]`,
-            those of the teacher, normalised over these k, and the student's negative entropy over the whole
-            vocabulary `[b, T - 1]`.
-        inputs: inputs of the forward.
+        loss_fn: The loss. It receives `[b, T - 1]` log-probabilities or values, or `[b, 1]` scores of sequences. For
+        distillation it receives the student's log-probabilities of the teacher's top-k tokens `[b, T - 1, k]`, the
+        teacher's log-probabilities, normalised over these k tokens, and the student's negative entropy over the whole
+        vocabulary `[b, T - 1]`.
+        inputs: Inputs of the forward.
         scores: `[K]`, or `[K, k]` for distillation.
-        entropy_K: entropy of each distribution.
-        rows: the microbatch, on the model's device.
-        global_valid: valid sequences and valid tokens of the whole global batch.
+        entropy_K: Entropy of the distribution at each scored position.
+        rows: The microbatch, on the model's device.
+        global_valid: Numbers of valid sequences and valid tokens of the global batch.
     """
     seqs, toks = global_valid
     student = inputs.scatter(scores)
@@ -97,10 +97,10 @@ def call_loss(
 
 
 def check_loss(loss_fn: AnyLossFunction, config: PolicyConfig) -> None:
-    """Check that a policy prepares the input that a loss wants.
+    """Check that a policy prepares the kind of input that a loss needs.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: The policy does not prepare it.
     """
     prepared = [LossInputType.LOGPROB, LossInputType.DISTILLATION]
     if config.reward_model_cfg.enabled:
@@ -114,7 +114,7 @@ def check_loss(loss_fn: AnyLossFunction, config: PolicyConfig) -> None:
 
 
 def something_counts(valid: tuple[float, float], loss_fn: AnyLossFunction) -> bool:
-    """Return whether a global batch has anything that its loss counts: tokens, or sequences for a loss of scores."""
+    """Return whether the loss counts anything in a global batch: a token, or a sequence for a loss of scores."""
     seqs, toks = valid
     return seqs > 0 and (toks > 0 or input_type_of(loss_fn) is LossInputType.LOGIT)
 
@@ -128,10 +128,10 @@ def is_count(name: str) -> bool:
 
 
 def mean_weight(name: str, loss_fn: AnyLossFunction) -> str:
-    """Name the count that weights a mean: valid tokens for a mean over tokens, valid sequences for one over sequences.
+    """Return the name of the count that weights a mean: valid tokens for a mean over tokens, or valid sequences.
 
-    A loss with means of both kinds names those over sequences in `sequence_means`. The metrics of any other loss have
-    the denominator of the loss.
+    If a loss has means of both kinds, its attribute `sequence_means` names those over sequences. The metrics of any
+    other loss have the denominator of the loss.
     """
     loss_type = getattr(loss_fn, "loss_type", LossType.TOKEN_LEVEL)
     names = getattr(loss_fn, "sequence_means", None)
@@ -140,7 +140,7 @@ def mean_weight(name: str, loss_fn: AnyLossFunction) -> str:
 
 
 def reduce_metrics(parts: Iterable[Mapping[str, Tensor | float]]) -> dict[str, float]:
-    """Join the metrics of parts of one global batch: sums, or extremes (`extreme_of`)."""
+    """Join the metrics of parts of one global batch. They are summed, or reduced as extremes (`extreme_of`)."""
     values: dict[str, list[float]] = {}
     for part in parts:
         for name, value in part.items():
@@ -175,7 +175,7 @@ def join_updates(updates: Sequence[Mapping[str, float]], loss_fn: AnyLossFunctio
 
 
 def _weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
-    """Average values (a single value bit for bit), with equal weights if all weights are 0."""
+    """Average values. A single value is returned unchanged. If all weights are 0, they count as equal."""
     if len(values) == 1:
         return values[0]
     return statistics.fmean(values, weights if any(weights) else None)

@@ -1,16 +1,14 @@
-"""The worker of one policy rank, for every training backend, and the start of its process.
-
-The worker of one policy rank, for every training backend.
+"""Run the worker of one policy rank, for every training backend, and start its process.
 
 `models.policy.lm_policy` calls one worker per rank. Flow of an update on one rank:
 
     rows + microbatch sizes ─► ModelInputs ─► backend.run ─► forward_step: scatter, loss, metrics ─► step
 
 Invariant: all ranks make the same sequence of backend calls, because each call is collective. So the number of
-microbatches is the same on every rank, and a rank without counted tokens runs them too.
+microbatches is the same on every rank, and a rank without counted tokens runs its microbatches too.
 
-Start the process of one rank: settings, process group, and the backend that the configuration names. A worker process
-builds `PolicyRank` by name. It only assembles; `PolicyWorker` has the methods of a worker.
+A worker process builds `PolicyRank` by name. `PolicyRank` only assembles settings, process group and the configured
+backend. `PolicyWorker` has the methods of a worker.
 """
 
 import logging
@@ -61,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """Settings of a worker beyond the policy section."""
+    """Settings of a worker besides the section `policy`."""
 
     backend: str
     """Dotted name of the `PolicyBackend`."""
@@ -70,24 +68,24 @@ class WorkerSettings:
     uses_gpu: bool
     """Whether each rank owns a GPU."""
     num_threads: int | None
-    """CPU threads of the process; None divides the machine's cores by the processes that share them."""
+    """Number of CPU threads of the process. If None, the cores divided by the number of processes that share them."""
     ranks_per_node: int
     """Number of workers that share the machine."""
     collective_timeout_s: float
     """Seconds after which a collective raises if a peer does not join."""
     seed: int
-    """Run seed; each rank derives its own from it (dropout)."""
+    """Seed of the run. Each rank derives its own seed from it (dropout)."""
     init_optimizer: bool
-    """Make optimizer and schedule."""
+    """Whether to make optimizer and schedule."""
     init_reference_model: bool
     """Keep the initial weights for reference log-probabilities."""
     busy_engines: int = 0
-    """Engine workers on the machine that compute while this process does."""
+    """Number of engine workers on the machine that compute at the same time as this process."""
     optimizations: Choice = "auto"
     """Value of `cluster.optimizations`."""
 
     def threads(self) -> int:
-        """Return the CPU threads of this process, the same at every start on the same machine."""
+        """Return the number of CPU threads of this process. It is the same at every start on the same machine."""
         if self.num_threads is not None:
             return self.num_threads
         return max(1, usable_cores() // (self.ranks_per_node + self.busy_engines))
@@ -98,9 +96,9 @@ class UpdateResult:
     """One rank's contribution to one optimizer update."""
 
     loss: float
-    """This rank's part of the loss; the global loss is the sum over ranks."""
+    """This rank's part of the loss. The global loss is the sum over ranks."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """This rank's part of each metric; ranks are summed, `_min`/`_max` reduced by extreme."""
+    """This rank's part of each metric. Parts are summed over ranks, or reduced as extremes if the name says so."""
     grad_norm: float = 0.0
     """Gradient norm of the whole model, equal on all ranks."""
     lr: float = 0.0
@@ -108,7 +106,7 @@ class UpdateResult:
     skipped: bool = False
     """Whether the update was dropped because its gradient, or the learning rate, was not finite."""
     not_finite: list[str] = field(default_factory=list)
-    """Names of the non-finite weights, or else gradients, of any rank, if the update was dropped."""
+    """Names of weights that are not finite on any rank, or else of such gradients, if the update was dropped."""
     model_metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the model itself, equal on all ranks."""
 
@@ -139,12 +137,12 @@ class PolicyWorker(ScoringWorker):
         """Make one optimizer update from this rank's rows of one global batch.
 
         Args:
-            data: the rows, in microbatch order: the keys of a training batch, or stored rows.
-            sizes: rows of each microbatch.
-            loss_fn: called on each microbatch; already divides by the global counts.
-            global_valid: valid sequences and valid tokens of the whole global batch.
-            eval_mode: compute loss and metrics only.
-            last_update: whether this update ends the training step, which advances the schedule.
+            data: The rows, in microbatch order, with the keys of a training batch, or stored rows.
+            sizes: Number of rows of each microbatch.
+            loss_fn: Loss that is called on each microbatch. It divides by the global counts.
+            global_valid: Numbers of valid sequences and valid tokens of the global batch.
+            eval_mode: Whether to compute only loss and metrics.
+            last_update: Whether this update ends the training step, which advances the schedule.
         """
         microbatches, inputs = self._laid_out(data, sizes, loss_fn)
         seqs, toks = (torch.tensor(count, device=self.backend.device) for count in global_valid)
@@ -176,7 +174,7 @@ class PolicyWorker(ScoringWorker):
     def _laid_out(
         self, data: BatchedDataDict[Any], sizes: Sequence[int], loss_fn: AnyLossFunction
     ) -> tuple[list[BatchedDataDict[Any]], list[ModelInputs]]:
-        """Return the microbatches, and their inputs as the loss wants them."""
+        """Return the microbatches, and their inputs in the form that the loss needs."""
         microbatches = list(split_rows(BatchRows.of(data).whole(), sizes))
         build = input_builder(loss_fn)
         inputs = [build(rows, self._layout, self.backend.device) for rows in microbatches]
@@ -199,7 +197,7 @@ class PolicyWorker(ScoringWorker):
         return on_all_ranks(not_finite(self.backend.weights_here()))
 
     def iterate_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Call `PolicyBackend.iterate_weights`, whose iterator all ranks must exhaust together."""
+        """Call `PolicyBackend.iterate_weights`. All ranks must exhaust the iterator together."""
         return self.backend.iterate_weights(dtype)
 
     def move_optimizer_state(self, to_host: bool) -> None:
@@ -214,13 +212,13 @@ class PolicyWorker(ScoringWorker):
         """Start streaming the weights to the engines.
 
         Args:
-            lanes: the ways to the engines; if they differ from the last ones, a new sender is made.
-            dtype: torch dtype the engines compute in, for example "bfloat16".
-            encoding: what is sent in place of the weights in that dtype.
+            lanes: Lanes to the engines. If they differ from the last ones, a new sender is made.
+            dtype: Name of the torch dtype in which the engines compute, for example "bfloat16".
+            encoding: Encoding of weights that are not sent in `dtype`.
 
         Raises:
-            NonFiniteError: a weight is not finite, on any rank.
-            WeightSyncError: a rank that sends did not meet the engines.
+            NonFiniteError: A weight is not finite on any of the ranks.
+            WeightSyncError: A rank that sends could not connect to the engines.
         """
         spoilt = self.non_finite_weights()
         if spoilt:
@@ -233,7 +231,10 @@ class PolicyWorker(ScoringWorker):
         self._sender.begin(self.backend.held_weights(getattr(torch, dtype)))
 
     def _new_sender(self, lanes: list[Lane], encoding: Encoding | None) -> WeightSender:
-        """Make this rank's sender in a collective call, so that no rank waits for the blocks of a failed one."""
+        """Make this rank's sender, in a collective call.
+
+        If one rank fails, all do, so that none waits for its blocks.
+        """
         rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
         group = dist.group.WORLD if dist.is_initialized() else None
         sender, failures = None, []
@@ -254,7 +255,7 @@ class PolicyWorker(ScoringWorker):
             self._sender = None
 
     def next_weight_buckets(self) -> list[Bucket]:
-        """Give and take blocks of the next tensors, and pack a bucket of each lane, in a call of all ranks."""
+        """Exchange blocks of the next tensors in a collective call, and pack a bucket for each lane."""
         assert self._sender is not None, "begin_weight_stream comes first"
         return self._sender.next_buckets()
 
@@ -264,10 +265,10 @@ class PolicyWorker(ScoringWorker):
         self._sender.send(bucket)
 
     def save_checkpoint(self, weights_path: str, optimizer_path: str | None = None, background: bool = False) -> None:
-        """Write this rank's part of a checkpoint, and with `background` return as soon as the state is copied.
+        """Write this rank's part of a checkpoint. With `background`, return as soon as the state is copied.
 
         Raises:
-            CheckpointError: a weight is not finite, on any rank; nothing is written.
+            CheckpointError: A weight is not finite on any of the ranks. Nothing is written.
         """
         spoilt = self.non_finite_weights()
         if spoilt:
@@ -294,7 +295,7 @@ class PolicyWorker(ScoringWorker):
             saving.result()
 
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
-        """Restore a checkpoint, except the reference weights, which remain those of `policy.model_name`.
+        """Restore a checkpoint. The reference weights remain those of `policy.model_name`.
 
         Raises:
             CheckpointError: a rank cannot read the checkpoint.
@@ -325,7 +326,7 @@ def _paths(weights_path: str, optimizer_path: str | None) -> CheckpointPaths:
 
 
 def _differentiable(loss: Tensor, logprobs_K: Tensor) -> Tensor:
-    """Return a loss that backward can run on, also for a constant of a microbatch without counted tokens."""
+    """Return a loss that backward can run on, even if the loss is constant because no token counts."""
     return loss if loss.requires_grad else loss + 0.0 * logprobs_K.sum()
 
 
@@ -366,7 +367,7 @@ class PolicyRank(PolicyWorker):
             keep_freed_memory()
 
     def record_updates(self, *, of_modules: bool) -> None:
-        """Record the updates from now on, until `take_updates` (see `UpdateRecorder`)."""
+        """Start to record updates, until `take_updates` is called (see `UpdateRecorder`)."""
         self._stop_recorder()
         self.recorder = UpdateRecorder(self.backend, of_modules=of_modules, gives_scores=self._gives_scores)
 
@@ -376,12 +377,12 @@ class PolicyRank(PolicyWorker):
         return [] if recorder is None else recorder.take()
 
     def _stop_recorder(self) -> UpdateRecorder | None:
-        """Return the recorder, which sees no further update, or None if there is none."""
+        """Return the recorder, which records no further update, or None if there is none."""
         recorder, self.recorder = self.recorder, None
         if recorder is not None:
             recorder.stop_watching()
         return recorder
 
     def describe_passes(self) -> PassCosts:
-        """Return what passes over rows cost."""
+        """Return the costs of passes over rows."""
         return pass_costs(self._config, self.backend.device)

@@ -1,8 +1,8 @@
 """Score the rows of one rank, for every training backend. `rank.PolicyWorker` adds methods that change the model.
 
-What a model gives for a token is a property of its head: a log-probability, or a number of a scalar head. Which tokens
-are asked is a property of the inputs (`models.training.inputs`). Invariant: as in `rank`, all ranks make the same calls
-of the backend.
+The head of the model decides what it gives for a token: a log-probability, or the number of a scalar head. The inputs
+decide which tokens are scored (`models.training.inputs`). Invariant: all ranks make the same calls of the backend, as
+in `rank`.
 """
 
 from collections.abc import Sequence
@@ -46,11 +46,11 @@ class ScoringWorker:
 
         Args:
             data: `input_ids [b, T]` and `input_lengths [b]`, in microbatch order.
-            sizes: rows of each microbatch.
+            sizes: Number of rows of each microbatch.
 
         Returns:
-            `[b, T]` float32 on the CPU; position 0 and padding are 0. As in every scoring method, empty if another rank
-            returns the scores.
+            `[b, T]` float32 on the CPU. Position 0 and padding are 0. As in every scoring method, the tensor is empty
+            if another rank returns the scores.
         """
         return self._of_tokens(data, sizes)
 
@@ -58,16 +58,16 @@ class ScoringWorker:
         """Return the scalar head's output before every token of this rank's rows, for models with such a head.
 
         Args:
-            data: as in `get_logprobs`, or stored rows.
-            sizes: rows of each microbatch.
+            data: As in `get_logprobs`, or stored rows.
+            sizes: Number of rows of each microbatch.
 
         Returns:
-            `[b, T]` float32 on the CPU; position t has the value of the tokens before t, position 0 and padding are 0.
+            `[b, T]` float32 on the CPU. Position t has the value of the tokens before t. Position 0 and padding are 0.
         """
         return self._of_tokens(BatchRows.of(data).whole(), sizes)
 
     def shares_prompts(self) -> bool:
-        """Return whether this rank's packed rows may have one copy of the tokens that they share."""
+        """Return whether packed rows on this rank may have one copy of the tokens that several rows share."""
         return self._layout.packed and self.backend.shares_prompts
 
     def layer_outputs(self, token_ids: list[int]) -> tuple[list[str], list[Tensor]]:
@@ -81,11 +81,11 @@ class ScoringWorker:
         return list(layers), [self.backend.join_tokens(output)[: len(token_ids)] for output in outputs]
 
     def score(self, data: BatchedDataDict[Any], sizes: Sequence[int]) -> Tensor:
-        """Score this rank's whole rows, for reward models only.
+        """Score this rank's rows as a whole, for reward models only.
 
         Args:
             data: `input_ids [b, T]` and `input_lengths [b]`, in microbatch order.
-            sizes: rows of each microbatch.
+            sizes: Number of rows of each microbatch.
 
         Returns:
             `[b]` float32 on the CPU.
@@ -106,8 +106,9 @@ class ScoringWorker:
 
         Args:
             data: `input_ids [b, T]` and `input_lengths [b]`, in microbatch order.
-            sizes: rows of each microbatch.
-            vocab_size: only ids below it are considered; None: all.
+            sizes: Number of rows of each microbatch.
+            k: Number of logits per token.
+            vocab_size: Only token ids below it are considered. None considers all.
 
         Returns:
             `[b, T, k]` float32 and `[b, T, k]` int64 on the CPU, largest first; 0 on padding.
@@ -126,12 +127,12 @@ class ScoringWorker:
         return self._given(logits), self._given(indices)
 
     def get_reference_policy_logprobs(self, data: BatchedDataDict[Any], sizes: Sequence[int]) -> Tensor:
-        """Score as `get_logprobs`, under the weights that the run started from."""
+        """Score as `get_logprobs` does, but under the weights that the run started from."""
         with self.backend.reference_weights():
             return self.get_logprobs(data, sizes)
 
     def keep_logprobs(self, data: BatchedDataDict[Any], sizes: Sequence[int], of_reference: bool) -> Kept | None:
-        """Score stored rows, and leave the scores in the object store, or return None if another rank returns them."""
+        """Score stored rows into the object store, or return None if another rank returns the scores."""
         stored = StoredRows(data)
         rows = stored.whole()
         scores = self.get_reference_policy_logprobs(rows, sizes) if of_reference else self.get_logprobs(rows, sizes)
@@ -153,6 +154,6 @@ class ScoringWorker:
         return self._given(scores)
 
     def _given(self, parts: list[Tensor]) -> Tensor:
-        """Join the scores of all microbatches, or return no scores if another rank or stage has them."""
+        """Join the scores of all microbatches. If another rank or stage has the scores, return an empty tensor."""
         device_for(self.backend.device.type != "cpu").synchronize()
         return torch.cat(parts) if self._gives_scores else torch.empty(0)

@@ -2,8 +2,8 @@
 
     weights before ─► each microbatch: outputs of modules, log-probabilities, loss ─► gradients ─► weights after
 
-Tensors of the model become fingerprints (`models.training.tensor_checks`). Invariant: recording reads what the update
-computes and changes none of it.
+Tensors of the model are recorded as fingerprints (`models.training.tensor_checks`). Invariant: recording reads values
+of the update and changes none of them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from nemo_rl.models.training.interfaces import PolicyBackend
 from nemo_rl.models.training.tensor_checks import BlockFingerprints, Fingerprint, fingerprint, fingerprints_here
 
 ROW_NUMBERS = "row_numbers"
-"""Key of a batch that is recorded: the position of each row in the step, `[B]` int64."""
+"""Key of a recorded batch: the position of each row in the step, `[B]` int64."""
 
 
 @dataclass
@@ -37,12 +37,12 @@ class RankUpdate:
     after: BlockFingerprints = field(default_factory=dict)
     """Weights after the update."""
     losses: list[float] = field(default_factory=list)
-    """Loss of each microbatch; like metrics and log-probabilities only of a rank that gives scores."""
+    """Loss of each microbatch. Only ranks that give scores have losses, metrics and log-probabilities."""
     metrics: list[dict[str, float]] = field(default_factory=list)
     """Metrics of the loss of each microbatch."""
     logprobs: list[tuple[list[int], Tensor]] = field(default_factory=list)
-    """For each microbatch, the positions of its rows in the step and their log-probabilities `[b, T - 1]` on the CPU;
-    empty for a loss without them."""
+    """Positions of the rows in the step, and their log-probabilities `[b, T - 1]` on the CPU, for each microbatch.
+    Empty if the loss gets no log-probabilities."""
     modules: list[tuple[str, Fingerprint]] = field(default_factory=list)
     """Name and output of each call of a module, in the order in which the calls ended."""
     grad_norm: float = 0.0
@@ -51,17 +51,17 @@ class RankUpdate:
     model_metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the model itself, such as the loss that balances experts."""
     device: str = ""
-    """Name of the device that computed it."""
+    """Name of the device that computed the update."""
 
 
 class UpdateRecorder:
     """Records the updates of a rank.
 
     Args:
-        backend: has the weights, the gradients and the modules.
-        of_modules: whether to record the output of each module.
-        gives_scores: whether this rank's losses, metrics and log-probabilities are part of the result; other ranks of
-            the same rows compute them too, and do not record them.
+        backend: Backend that has the weights, the gradients and the modules.
+        of_modules: Whether to record the output of each module.
+        gives_scores: Whether this rank's losses, metrics and log-probabilities are part of the result. Other ranks of
+        the same rows compute the same values and do not record them.
     """
 
     def __init__(self, backend: PolicyBackend, *, of_modules: bool, gives_scores: bool = True) -> None:
@@ -73,7 +73,7 @@ class UpdateRecorder:
 
     @contextmanager
     def passes(self) -> Iterator[None]:
-        """Start an update: record the weights, and watch the modules while the block runs the passes."""
+        """Start an update: record the weights. While the block runs the passes, record the outputs of the modules."""
         before = self._updates[-1].after if self._updates else fingerprints_here(self._backend.weights_here())
         self._updates.append(RankUpdate(before, device=device_name(self._backend.device)))
         try:
@@ -84,7 +84,7 @@ class UpdateRecorder:
             self.stop_watching()
 
     def note(self, rows: BatchedDataDict[Any], inputs: ModelInputs, scores: Tensor, loss: Tensor) -> None:
-        """Record scores and loss of a microbatch, without filler rows, which have one token."""
+        """Record scores and loss of a microbatch. Filler rows, which have one token, are left out."""
         if not self._gives_scores:
             return
         update = self._updates[-1]
@@ -102,7 +102,7 @@ class UpdateRecorder:
         update.gradients = fingerprints_here(self._backend.gradients_here())
 
     def end(self, grad_norm: float, lr: float, model_metrics: Mapping[str, float]) -> None:
-        """Record the weights after the update, and the numbers that it made them with."""
+        """Record the weights after the update, the gradient norm, the learning rate and the metrics of the model."""
         update = self._updates[-1]
         update.after, update.grad_norm, update.lr = fingerprints_here(self._backend.weights_here()), grad_norm, lr
         update.model_metrics = {name: float(value) for name, value in model_metrics.items()}
@@ -132,7 +132,7 @@ class UpdateRecorder:
 
 
 def _first_tensor(output: Any) -> Tensor | None:
-    """Return this rank's part of the first tensor of numbers in a module's output, or None if there is none."""
+    """Return this rank's part of the first floating-point tensor in a module's output, or None if there is none."""
     if isinstance(output, Tensor):
         local: Tensor = output.to_local() if hasattr(output, "to_local") else output
         return local if torch.is_floating_point(local) else None
