@@ -188,9 +188,7 @@ class DTensorBackend(TorchBackend):
         self.model.train(backward)
         with torch.set_grad_enabled(backward):
             for index, inputs in enumerate(microbatches):
-                with (
-                    nullcontext() if self._draft is None or not backward else self._draft.watching(_draft_rows(inputs))
-                ):
+                with self._teaching(inputs, backward):
                     scores = self._scores(inputs, balance)
                 loss = forward_step(index, *scores)
                 if backward:
