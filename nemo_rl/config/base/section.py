@@ -1,4 +1,4 @@
-"""Defines the base class of every config section: one place for each default, unknown keys refused.
+"""Defines the base class of all config sections, which declare the default of each key and refuse unknown keys.
 
 Section files (grpo.py, policy.py, ...) declare keys; load.py reads files into them. Defaults that follow from other
 keys are OmegaConf interpolations in the schema, e.g. `${.train_micro_batch_size}`. A section can be used as a mapping
@@ -207,7 +207,7 @@ class Section(BaseModel):
 
 
 def with_rest(section: type[Section], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the keys that a section does not have into its mapping for them."""
+    """Move the keys that a section does not declare into the mapping that takes such keys (`rest`)."""
     own, rest = known_keys(section), values.get(section.rest, {})
     if not isinstance(rest, Mapping):
         return dict(values)  # its type is refused

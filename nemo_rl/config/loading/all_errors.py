@@ -55,7 +55,7 @@ def _known(schema: type[RunConfig], layer: Layer, found: list[str], variables: C
 
 
 def _unbuilt_environments(config: RunConfig) -> Iterator[str]:
-    """Yield data entries with an environment of NeMo RL that is not built here. A run checks its own registry."""
+    """Yield an error for each data entry whose environment exists in NeMo RL, but not here."""
     for name, environment in config.env_entries():
         if environment in NOT_BUILT_ENVIRONMENTS:
             yield f"{name}.env_name={environment}: {NOT_BUILT}, unless the name is registered for one of your own."

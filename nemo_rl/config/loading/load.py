@@ -70,7 +70,7 @@ def load_config[Config: Section](
         overrides: texts in Hydra's grammar, e.g. `["grpo.seed=1", "+policy.optimizer.kwargs.amsgrad=true"]`.
         schema: the master config class of the algorithm.
         check: also check keys against each other and look for the files they name.
-        program_keys: keys of a program, as in a file that inherits from `path`.
+        program_keys: keys that a program sets, which act like a file that inherits from `path`.
 
     Returns:
         The configuration with plain values; paths that exist are absolute.
@@ -101,7 +101,7 @@ def config_of[Config: Section](
 
 
 def _layer_of(tree: Mapping[str, Any] | DictConfig) -> Layer:
-    """Return the keys of a program like those of a file."""
+    """Return keys and values of a program as a layer, like those of a file."""
     try:
         content = tree if isinstance(tree, DictConfig) else OmegaConf.create(plain_values(tree))
     except OmegaConfBaseException as error:
@@ -203,7 +203,7 @@ def save_resolved(config: BaseModel, path: str | Path) -> None:
 
 
 def layers_of(schema: type[Section], files: Sequence[Layer]) -> list[Layer]:
-    """Return the files, parents first, with each key in its own section, where empty sections inherit everything."""
+    """Return the layers with each key in its own section, and with `section:` without keys as an empty mapping."""
     return [_in_own_sections(schema, layer) for layer in files]
 
 

@@ -30,7 +30,7 @@ def ranks_of_engine(engine: EngineConfig) -> int:
 
 
 def replicas_of_engine(engine: EngineConfig) -> int:
-    """Return how often an engine has its layers other than experts, which are divided over all of its ranks."""
+    """Return the number of copies of the layers other than experts in one engine, whose ranks divide the experts."""
     return max(1, engine.expert_parallel_size // engine.tensor_parallel_size)
 
 
@@ -105,7 +105,7 @@ def check_engines(section: str, generation: GenerationConfig, counts: Sequence[i
 
     Args:
         section: name of the section of `generation`.
-        counts: ranks of generation on each machine; empty or zeros: not known yet.
+        counts: number of generation ranks on each machine; empty or all 0 if it is not known yet.
         keys: keys that set these numbers.
     """
     engine = generation.engine

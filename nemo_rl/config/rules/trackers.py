@@ -66,7 +66,7 @@ def check_records(
     """Check that the steps of a run can be recorded so that a replay repeats them.
 
     Args:
-        algorithm: the section of an algorithm whose steps can be repeated; None for another one.
+        algorithm: the section of an algorithm whose steps can be repeated; None for any other algorithm.
     """
     if not logger.record_steps:
         if logger.record_modules:

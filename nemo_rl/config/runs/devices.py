@@ -1,4 +1,4 @@
-"""Check, without importing torch, that this machine has the GPUs that `cluster` describes.
+"""Checks, without importing torch, that this machine has the GPUs that `cluster` describes.
 
 The check runs before Ray starts. With `RAY_ADDRESS` nothing is checked, because a cluster may have GPUs that this
 machine lacks.
