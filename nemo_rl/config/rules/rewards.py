@@ -141,8 +141,8 @@ def check_http_server(
     """Check that an HTTP server is requested only in a run in which programs of agents call it.
 
     Args:
+        key: dotted key of the section of the engines.
         generation: the section of the engines; None if the run has no engines.
-        generation: this section; None without engines.
         environments: as in `check_nemo_gym`.
         used: as in `check_nemo_gym`.
     """

@@ -160,7 +160,7 @@ class DatasetConfig(DatasetDefaults):
 
     @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
-        """Report the keys of generated problems where the data set generates none."""
+        """Report the keys of generated problems if the data set generates no problems."""
         return {**super().without_effect(values), **numbers_without_effect(values.get("dataset_name"))}
 
 
@@ -243,7 +243,7 @@ class DataConfig(Section):
 
     @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
-        """Report old spellings without effect: null, and a name next to data that already has one."""
+        """Report old keys that have no effect: null values, and dataset_name if train is written too."""
         written = {key: place for key, place in cls.moved.items() if key in values}
         dead = {key for key in written if values[key] is None} | ({"dataset_name"} if values.get("train") else set())
         return {**super().without_effect(values), **{key: place for key, place in written.items() if key in dead}}
@@ -255,7 +255,7 @@ class DataConfig(Section):
     default: DatasetDefaults = Field(default_factory=DatasetDefaults)
     """Values for entries that leave them out."""
     curriculum: CurriculumConfig | None = None
-    """Weights of the entries of train that change during the run; null: they stay."""
+    """Weights of the entries of train that change during the run; null: the weights do not change."""
     max_input_seq_length: Tokens | None = derived("${policy.max_total_sequence_length}")
     """Longest prompt in tokens; longer ones are cut short and excluded from the loss; null: no limit."""
     shuffle: bool = True
@@ -272,7 +272,7 @@ class DataConfig(Section):
 
     @property
     def has_user_data(self) -> bool:
-        """Return True if a program passes the data, so that no entry names any."""
+        """Return True if a program passes the data, in which case no entry names data."""
         return self._has_user_data
 
     def with_user_data(self) -> "DataConfig":

@@ -90,7 +90,7 @@ class TeacherConfig(SecondModelConfig):
     train_global_batch_size: Count = derived("${policy.train_global_batch_size}")
     """Not used: nothing is trained."""
     train_micro_batch_size: Count = derived("${policy.train_micro_batch_size}")
-    """Only the default of logprob_batch_size."""
+    """Used only as the default of logprob_batch_size."""
     optimizer: OptimizerConfig | None = None
     """Not used: the teacher's weights never change."""
     scheduler: SchedulerList | SchedulerConfig | None = None

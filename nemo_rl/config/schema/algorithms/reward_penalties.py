@@ -24,7 +24,8 @@ class RewardPenaltyTokenIdsConfig(Section):
     """Token that opens the thinking; null: the tokenizer's token for the first of thinking_tags, or its text where that
     is not a single token."""
     think_close: CountOrZero | None = None
-    """Token that closes the thinking; null: as think_open, for the second of thinking_tags."""
+    """Token that closes the thinking; null: the tokenizer's token for the second of thinking_tags, or its text as
+    above."""
 
 
 class OwnPenaltyConfig(NamedPartConfig):
@@ -70,16 +71,16 @@ class RewardPenaltyConfig(Section):
 
 
 class EffortLevelConfig(Section):
-    """One level. Each prompt has one for all its answers, drawn from (seed, phase, row)."""
+    """One level of effort. Each prompt has one level for all its answers, drawn with the seed (seed, phase, row)."""
 
     weight: Factor = 1.0
-    """Share of the prompts with this level, relative to the weights of the others."""
+    """Share of the prompts with this level, relative to the weights of the other levels."""
     system_prompt: str | None = None
     """Text added to the end of the system message, or sent as one where there is none; null: none."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables for the chat template, besides those of policy.tokenizer.chat_template_kwargs, which they replace."""
     max_thinking_tokens: Tokens | None = None
-    """Tokens of thinking, over all turns of an answer, that cost nothing; null: any number."""
+    """Most tokens of thinking without a penalty, over all turns of an answer; null: no limit."""
     over_budget_penalty: FactorOrZero = 1.0
     """Largest penalty for thinking beyond max_thinking_tokens, subtracted from the reward after reward_scaling."""
     over_budget_tokens: Tokens | None = None

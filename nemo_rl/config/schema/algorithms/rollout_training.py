@@ -1,6 +1,6 @@
 """Keys shared by the algorithms that train on the policy's own answers: GRPO, PPO and distillation.
 
-GRPO and PPO, which learn from rewards, share some more.
+GRPO and PPO, which learn from rewards, share further keys.
 """
 
 from typing import Annotated, ClassVar
@@ -142,7 +142,7 @@ class RewardedTrainingConfig(RolloutTrainingConfig):
     batch_multiplier: Annotated[Annotated[float, Field(ge=1, le=1000)], OnlyWith("use_dynamic_sampling")] = 1.0
     """With dynamic sampling: each round draws num_prompts_per_step times this many prompts; without it no effect."""
     dynamic_sampling_max_gen_batches: Annotated[Count, OnlyWith("use_dynamic_sampling")] = 10
-    """With dynamic sampling: rounds of one step after which the run saves and ends."""
+    """With dynamic sampling: most rounds of one step; if they do not suffice, the run saves and ends."""
     seq_logprob_error_threshold: Factor | None = None
     """Mask a sequence whose mean ratio of training to generation probability exceeds this (its reward still counts in
     the baseline of the other answers); null: never."""

@@ -63,7 +63,7 @@ class PairDynamicBatchingConfig(DynamicBatchingConfig):
 
 
 class PairSequencePackingConfig(SequencePackingConfig):
-    """Several pairs end to end in one row, which holds both answers of each pair."""
+    """Packing of several pairs into one row, which holds both answers of each pair."""
 
     train_mb_tokens: Tokens = derived(_PAIR_TRAIN_TOKENS)
     """Tokens of one packed row of pairs in training."""
@@ -92,7 +92,7 @@ class SupervisedDatasetDefaults(DatasetDefaults):
     env_name: str | None = None
     """Not used: nothing is rewarded here."""
     processor: str | None = "sft_processor"
-    """Function that turns a row into tokens; for pairs, sft_processor means the usual one of pairs."""
+    """Function that turns a row into tokens; for pairs, sft_processor stands for the usual function for pairs."""
 
 
 class SupervisedDataConfig(DataConfig):

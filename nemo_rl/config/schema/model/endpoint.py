@@ -39,14 +39,14 @@ class ModelEndpointConfig(Section):
     timeout_s: Seconds = 600.0
     """Seconds for one request."""
     max_attempts: Count = 6
-    """Requests for one answer, if the endpoint cannot be reached, is overloaded or fails; then the sample has an
-    error."""
+    """Most requests for one answer. A request is repeated if the endpoint cannot be reached, is overloaded or fails;
+    after the last one the sample has an error."""
     backoff_s: Seconds = 1.0
     """Seconds before the second request, doubled for each further one unless the endpoint asks for more."""
     max_backoff_s: Seconds = 60.0
     """Longest wait between two requests, unless the endpoint asks for more."""
     extra_body: dict[str, Any] = Field(default_factory=dict)
-    """More fields of each request; they replace those that generation sets, and null leaves one out."""
+    """More fields of each request. They replace fields that generation sets, and a field that is null is left out."""
 
     @model_validator(mode="after")
     def _can_be_asked(self) -> Self:

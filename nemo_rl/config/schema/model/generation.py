@@ -27,7 +27,7 @@ from nemo_rl.config.schema.cluster import EnvVars
 
 
 class SglangServerConfig(Section):
-    """Keys of the library about its servers."""
+    """Keys of this library about SGLang's servers."""
 
     ignored: ClassVar[dict[str, str]] = {
         "num_gpus": "the devices of generation are those of the cluster",
@@ -49,7 +49,7 @@ class SglangServerConfig(Section):
 
 
 class SglangRouterConfig(Section):
-    """A server, or a router before several, that runs already."""
+    """A server that runs already, or a router in front of several servers."""
 
     ignored: ClassVar[dict[str, str]] = {
         "router_policy": "the library distributes requests among the servers that it starts; a router of yours has its "
@@ -60,11 +60,11 @@ class SglangRouterConfig(Section):
     use_external_router: bool = False
     """Use the server or router at sglang_router_ip and sglang_router_port, and start none."""
     sglang_router_ip: Host | None = None
-    """Its name or address."""
+    """Host name or address of the server or router."""
     sglang_router_port: Port | None = None
-    """Its port."""
+    """Port of the server or router."""
     sglang_router_request_timeout_secs: Seconds | None = None
-    """Seconds for one answer; null: 600."""
+    """Time limit of one answer in seconds; null: 600."""
 
 
 class SglangConfig(Section):
@@ -78,7 +78,7 @@ class SglangConfig(Section):
     weight_folder: str | None = None
     """Folder that servers and engines see, for the files of an update; null: the folder of temporary files."""
     sglang_server_config: SglangServerConfig = Field(default_factory=SglangServerConfig)
-    """Keys of the library about its servers."""
+    """Keys of this library about SGLang's servers."""
     sglang_router_config: SglangRouterConfig = Field(default_factory=SglangRouterConfig)
     """A server or router that runs already."""
     server_args: dict[str, Any] = Field(default_factory=dict)
@@ -189,8 +189,8 @@ class ServingChatConfig(Section):
     reasoning_parser: str | None = None
     """As env.agent.reasoning_parser."""
     default_chat_template_kwargs: dict[str, Any] | None = None
-    """Variables of the chat template for requests of agents; a request's own replace them. null: none besides those of
-    policy.tokenizer.chat_template_kwargs."""
+    """Variables of the chat template for requests of agents; variables of a request override them. null: none besides
+    those of policy.tokenizer.chat_template_kwargs."""
 
 
 class VllmConfig(Section):
@@ -265,7 +265,7 @@ class VllmConfig(Section):
 
 
 class McoreGenerationConfig(Section):
-    """NeMo RL's section for Megatron Core's engine, with one effective key, as all other keys are in `engine`."""
+    """NeMo RL's section for Megatron Core's engine. Only max_model_len has an effect; other keys are in `engine`."""
 
     later: ClassVar[dict[str, str]] = {
         "expose_http_server": "an HTTP server on the engines",

@@ -57,7 +57,7 @@ class MegatronOptimizerConfig(Section):
     use_distributed_optimizer: bool = True
     """Divide float32 weights and moments among data-parallel ranks (ZeRO-1)."""
     use_precision_aware_optimizer: bool = True
-    """Use Transformer Engine's Adam, which holds its own state; without it torch's Adam."""
+    """Use Transformer Engine's Adam, which holds its own state; without Transformer Engine torch's Adam is used."""
     optimizer_cpu_offload: bool = False
     """On GPUs: hold the optimizer state in host memory and update it there."""
     optimizer_offload_fraction: Annotated[float, OnlyWith("optimizer_cpu_offload")] = Field(default=0.0, ge=0.0, le=1.0)
@@ -248,7 +248,7 @@ class MegatronConfig(BackendSection):
 
     @property
     def trains_mtp(self) -> bool:
-        """True if these layers have a loss."""
+        """True if the layers for multi-token prediction have a loss."""
         return self.mtp_num_layers > 0 and self.mtp_loss_scaling_factor > 0
 
     enabled: bool = False
@@ -271,7 +271,7 @@ class MegatronConfig(BackendSection):
     expert_model_parallel_size: Count = 1
     """Ranks that share the experts of a layer; they come from the data, context and tensor axes."""
     expert_tensor_parallel_size: Count = 1
-    """Ranks that share each single expert; they come from the same axes."""
+    """Ranks that share each single expert; they come from the data, context and tensor axes too."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     recompute_granularity: Literal["full", "selective"] = "full"
@@ -305,11 +305,12 @@ class MegatronConfig(BackendSection):
     """Layers for multi-token prediction that are part of the model: loaded, written to checkpoints and sent to engines
     (DeepSeek-V3)."""
     mtp_loss_scaling_factor: Annotated[FactorOrZero, OnlyWith("mtp_num_layers")] = 0.0
-    """Factor of their loss, the cross-entropy with the trained tokens; 0: they keep their weights."""
+    """Factor of the loss of these layers, the cross-entropy with the trained tokens; 0: their weights do not change."""
     mtp_use_repeated_layer: bool = False
     """Apply the first of these layers mtp_num_layers times, instead of as many layers."""
     mtp_detach_heads: bool = False
-    """Their loss changes only these layers, and they are clipped on their own."""
+    """The loss of the layers for multi-token prediction changes only these layers, whose gradients are clipped
+    separately."""
     moe_per_layer_logging: bool = False
     """Also report the load of experts of each layer, as moe/layer_<n>/load_max and so on."""
     moe_grouped_gemm: bool | None = None
