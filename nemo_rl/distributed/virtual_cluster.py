@@ -1,4 +1,4 @@
-"""Start or join Ray, and reserve the places of worker processes.
+"""Starts or joins Ray, and reserves the places of worker processes.
 
 A run calls `init_ray` once and makes a `RayVirtualCluster` for each set of machines; `worker_groups` puts one worker
 into each reserved bundle. Invariant: a local Ray serves this run only, on loopback addresses; an existing cluster is
@@ -44,7 +44,7 @@ _RESERVE_TIMEOUT_S = 5.0
 _NOTICE_TIMEOUT_S = 90.0
 """Seconds to notice a lost node; longer than Ray's health checks take by default."""
 _RESCHEDULE_TIMEOUT_S = 20.0
-"""Seconds from then on; Ray moves bundles immediately if there is room."""
+"""Seconds from that moment until bundles are moved, which Ray does immediately if there is room."""
 _RAY_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Under `uv run` Ray would build the whole environment again for each worker, from the driver's

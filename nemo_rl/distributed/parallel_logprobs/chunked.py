@@ -1,4 +1,4 @@
-"""Compute log-probabilities and entropies of tokens, chunk by chunk, and their gradients.
+"""Computes log-probabilities and entropies of tokens, chunk by chunk, and their gradients.
 
 Each rank reduces over its own part of the vocabulary; the ranks' results are joined once at the end of the forward
 pass. Apart from filters, the backward pass needs no communication: it has the sums over the whole vocabulary.
@@ -92,7 +92,7 @@ def _statistics(x_nV: Tensor, columns_nk: Tensor) -> tuple[Tensor, Tensor, Tenso
 def _over_all_ranks(
     target_Nk: Tensor, lse_N: Tensor, mean_N: Tensor, here_Nk: Tensor, group: Group
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Join the ranks' `_statistics` into one for the whole vocabulary, weighting means by the parts' probability."""
+    """Join the `_statistics` of all ranks into those of the whole vocabulary, with means weighted by probability."""
     target_Nk = all_reduce(target_Nk.where(here_Nk, 0.0), group)
     parts_r2N = all_gather(torch.stack([lse_N, mean_N])[None], 0, group, partial_gradient=False)
     lse_rN, mean_rN = parts_r2N.unbind(1)

@@ -1,6 +1,6 @@
-"""Decide which worker is called with which arguments, for `RayWorkerGroup.run_all_workers_*`.
+"""Decides which worker is called with which arguments, for `RayWorkerGroup.run_all_workers_*`.
 
-`worker_groups` makes the planned calls. Pure functions of a `NamedSharding`; only `stored` calls Ray.
+`worker_groups` makes the planned calls. All functions depend only on their arguments; `stored` alone calls Ray.
 """
 
 from collections.abc import Mapping, Sequence
