@@ -88,7 +88,7 @@ def create_local_venv_on_each_node(
     force = is_set("NRL_FORCE_REBUILD_VENVS") and venv_name not in _rebuilt
     _rebuilt.add(venv_name)
     here, end = ray.get_runtime_context().get_node_id(), time.monotonic() + timeout_s
-    if wanted.extras is not None:  # here, because several nodes may share this file
+    if wanted.extras is not None:  # once, here: nodes may share the checkout, and would all write the file
         update_lock(Uv(end, f"Making the environment {venv_name!r}"))
     # Forward only this uv variable: everyone can read a runtime environment, and other uv variables hold passwords.
     shared = {key: os.environ[key] for key in ("UV_OFFLINE",) if key in os.environ}

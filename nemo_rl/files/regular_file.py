@@ -1,4 +1,4 @@
-"""Read files that others may have put into a folder: only regular ones.
+"""Reads files that others may have put into a folder, and refuses all but regular files.
 
 A named pipe, a socket or a terminal would keep its reader waiting forever, and a device has no end. Invariant: nothing
 here waits for another process, whatever the path leads to.
@@ -56,7 +56,7 @@ def require_regular(path: str | os.PathLike[str]) -> None:
     """Refuse a path that exists and is no regular file, before a library opens it.
 
     Raises:
-        OSError: it is something else.
+        OSError: the path is something else.
     """
     try:
         mode = os.stat(path).st_mode

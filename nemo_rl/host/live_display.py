@@ -1,4 +1,4 @@
-"""Draw the bars of `console_bars` with rich, which is imported only where there is a terminal.
+"""Draws the bars of `console_bars` with rich, which is imported only where there is a terminal.
 
 While the display is live, `sys.stderr` is rich's, which prints above the bars, and so is `sys.stdout` if it is a
 terminal. Handlers of `logging` that hold the real streams get rich's until the display ends. Invariant: what a program
@@ -28,7 +28,8 @@ from nemo_rl.host.terminal import is_terminal
 
 _REDRAWS_PER_SECOND = 1
 _SPEED_OVER_S = 86400.0
-"""Seconds over which the time left is estimated; with few of them slow steps would have no estimate."""
+"""Seconds over which the speed is averaged to estimate the time left. With a short window, slow steps would have no
+estimate."""
 _NARROW = 60
 """Columns below which a bar shows only the time left."""
 

@@ -1,4 +1,4 @@
-"""Start a Ray of this run alone with fewer and lighter processes.
+"""Starts a Ray of this run alone with fewer and lighter processes.
 
     autoscaler monitor, log monitor, dashboard       left out: 300 MB and seconds of a laptop's start
     an idle worker for each core                     left out: a run knows which workers it needs

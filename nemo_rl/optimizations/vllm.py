@@ -1,4 +1,4 @@
-"""Choose how many CPU threads an engine computes on, and inspect its model's class in its own process.
+"""Chooses how many CPU threads an engine computes on, and inspects its model's class in its own process.
 
 A second thread saves a small model a fourth to a third of its time (measured at 3 and 25 million parameters) while a
 core is free. Where another process needs that core, the model is several times slower, since threads wait for each
@@ -115,7 +115,7 @@ def start_threads(
     Args:
         model: as vLLM has packed it.
         config: vLLM's configuration of the model.
-        adapts: let a small model take a second thread; without it, it stays on one.
+        adapts: whether a small model may take a second thread; otherwise it stays on one.
 
     Returns:
         The choice that changes the number for each step; None if it stays the same.

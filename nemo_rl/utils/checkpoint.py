@@ -1,4 +1,4 @@
-"""Manage checkpoint folders: write to a temporary folder, rename it when complete, keep the best ones.
+"""Manages checkpoint folders: writes to a temporary folder, renames it when it is complete, keeps the best ones.
 
     init_tmp_checkpoint ─► tmp_step_N/ (the caller fills it) ─► finalize_checkpoint ─► step_N/
                                     └─ a write fails: `checkpoint_write` removes it
@@ -260,7 +260,7 @@ class CheckpointManager:
         return str(self.checkpoint_dir / f"step_{steps[-1]}") if steps else None
 
     def get_best_checkpoint_path(self) -> str | None:
-        """Return the checkpoint with the best metric (the newest without one), or None."""
+        """Return the checkpoint with the best metric, or the newest one if no metric ranks them, or None."""
         ranking = self._ranking()
         return str(self.checkpoint_dir / f"step_{ranking[0]}") if ranking else None
 

@@ -1,4 +1,4 @@
-"""Define the library's error classes.
+"""Defines the library's error classes.
 
 Every error a user can meet derives from `NemoRLError` and from the matching built-in, so both `except NemoRLError` and
 `except ValueError` work. Invariant: each error carries only its message, so it can be pickled when it leaves a Ray

@@ -1,4 +1,4 @@
-"""Log a run's metrics to the console, a file and the enabled trackers.
+"""Logs a run's metrics to the console, a file and the enabled trackers.
 
 The backends are in `utils.log_backends`. Invariant: every backend gets the same numbers under the same names, and a
 file or tracker gets each group of metrics of a step once, however often the step is trained.
@@ -153,7 +153,7 @@ class Logger(LoggerInterface):
         self._on_all(log)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Log hyperparameters (see `LoggerInterface`) with hidden secrets, because trackers show them to others."""
+        """Log hyperparameters (see `LoggerInterface`) with secrets replaced, because trackers show them to others."""
         shown = without_secrets(params)
         self._on_all(lambda backend: backend.log_hyperparams(shown))
 

@@ -127,8 +127,7 @@ def _choose_segments(
 def _preference(
     members: Sequence[NodeRoom], size: int, segment_size: int, count: int, bundle: Mapping[str, float]
 ) -> tuple[bool, int]:
-    """Return a sort key of a domain for the next segment: free domains first, and small ones first for a short
-    segment."""
+    """Return the sort key of a domain: free domains come first, and for a short segment small domains."""
     is_taken = not all(node.holds(count, bundle, now=True) for node in members[:size])
     return is_taken, len(members) if size < segment_size else 0
 

@@ -1,4 +1,4 @@
-"""Log to MLflow (extra `mlflow`).
+"""Logs to MLflow (extra `mlflow`).
 
 Selected by `logger.mlflow_enabled`. Invariant: only this file imports mlflow.
 """
@@ -17,10 +17,11 @@ from nemo_rl.utils.log_backends.tracker import LoggerInterface, Metrics, flatten
 
 _PARAMS_PER_CALL = 100
 _METRICS_PER_CALL = 1000
-"""The most that MLflow's servers accept."""
+"""Largest number of metrics that MLflow's servers accept in one call."""
 _LONGEST_VALUE = 500
 _PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
-"""By default MLflow retries for minutes, with doubling pauses, while the run waits."""
+"""Settings with which MLflow gives up soon. By default it retries for minutes, with doubling pauses, while the run
+waits."""
 
 
 class MLflowLogger(LoggerInterface):

@@ -1,4 +1,4 @@
-"""Log to Trackio, whose runs are in a database in the run's folder, or on a Space of the Hugging Face hub.
+"""Logs to Trackio, whose runs are in a database in the run's folder, or on a Space of the Hugging Face hub.
 
 Selected by `logger.trackio_enabled`. Invariant: only this file imports trackio.
 """
