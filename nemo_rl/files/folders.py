@@ -36,8 +36,7 @@ class FolderLock:
         """Take the lock without waiting, and return whether it is held now.
 
         The result is False if another process holds the lock, or if the folder is missing or read-only. On a file
-        system
-        without locks the result is True, with a warning.
+        system without locks the result is True, with a warning.
         """
         if self.is_held:
             return True

@@ -174,8 +174,7 @@ def only_plain_values() -> Iterator[None]:
 
     The folder's metadata must be read with `read_metadata` first, because `torch.distributed.checkpoint.load` hides the
     reason if it cannot be read. Torch has no setting for this, so three of its methods are replaced within the context:
-    in
-    one thread at a time.
+    in this process, for one thread at a time.
     """
     with _TURN:
         before = [(owner, name, getattr(owner, name)) for owner, name, _ in _READERS]

@@ -1,7 +1,7 @@
-"""Makes workers' environments before a run: `python -m nemo_rl.utils.prefetch_venvs --config FILE [filters...]`.
+"""Make workers' environments before a run: `python -m nemo_rl.utils.prefetch_venvs --config FILE [filters...]`.
 
-It is meant for images and shared folders: a run with the same configuration, folder, uv and Python reuses the
-environments. NRL_FORCE_REBUILD_VENVS=true makes each one again.
+Use it for images and shared folders: a run with the same configuration, folder, uv and Python reuses the environments.
+NRL_FORCE_REBUILD_VENVS=true makes each one again.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""Run the suite: on an engine of the caller, or on one that is built in a process of its own, with a table.
+"""Runs the suite on an engine of the caller, or on one that is built in a process of its own, and makes a table.
 
-Invariant: a property fails, it never hangs: each has a deadline, and so has the process.
+Invariant: no check hangs, because each property has a deadline, and so has the process.
 """
 
 import asyncio
@@ -75,14 +75,14 @@ class Report:
     backend: str
     """Name of the engine."""
     failures: dict[str, str] = field(default_factory=dict)
-    """By property, what is wrong with the engine."""
+    """What is wrong with the engine, by property."""
     not_promised: dict[str, str] = field(default_factory=dict)
-    """By property, why the engine does not offer it."""
+    """Reason why the engine does not offer a property, by property."""
     holding: list[str] = field(default_factory=list)
     """Properties that hold."""
 
     def outcome(self, name: str) -> str:
-        """Return a table's text on a property."""
+        """Return the text of the table for a property."""
         if name in self.failures:
             return "FAILS"
         return "yes" if name in self.holding else "-"
@@ -135,7 +135,7 @@ def check_engine(settings: EngineSettings, case: Case, names: Sequence[str] = tu
     """Build an engine in a process of its own, with the environment that it needs, and check it.
 
     Args:
-        settings: of the engine; it loads the weights of `case.folder` (`load_weights`).
+        settings: settings of the engine, which loads the weights of `case.folder` (`load_weights`).
         case: the model and the tolerance.
         names: properties to check, keys of `PROPERTIES`.
 

@@ -1,4 +1,4 @@
-"""Run all checks in order: configuration, cluster, machines, run."""
+"""Runs all checks in order: configuration, cluster, machines, run."""
 
 import argparse
 import sys

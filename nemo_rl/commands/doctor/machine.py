@@ -1,4 +1,4 @@
-"""Check one machine: its limits (shared memory, open files, temporary files, memory, ports), its processor, its GPUs.
+"""Checks one machine: its limits (shared memory, open files, temporary files, memory, ports), its processor, its GPUs.
 
 GPUs are checked with `nvidia-smi`, without making a CUDA context or importing torch.
 """

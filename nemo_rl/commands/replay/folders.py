@@ -1,4 +1,4 @@
-"""Find the records of a run. It imports little, so that errors appear immediately."""
+"""Finds the records of a run. The module imports little, so that errors appear immediately."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Repeat a recorded step and compare it: read the record, configuration and checkpoint, repeat, compare, write."""
+"""Repeats a recorded step: reads the record, configuration and checkpoint, repeats, compares, writes."""
 
 import argparse
 import json

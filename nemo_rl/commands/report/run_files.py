@@ -1,4 +1,4 @@
-"""The files that a run leaves in its log folder: configuration, record, metrics and samples.
+"""Reads the files that a run leaves in its log folder: configuration, record, metrics and samples.
 
 Invariant: files are only read. If a file is missing or damaged, only its part of the page is missing.
 """
@@ -45,7 +45,7 @@ class RunFiles:
     folder: Path
     """Its log folder, `exp_NNN`."""
     earlier: tuple["RunFiles", ...] = ()
-    """The runs whose checkpoints it went on from, the first one first; they have no earlier ones themselves."""
+    """The runs that this run continued, from the first one on; `earlier` of each of them is empty."""
 
     @property
     def parts(self) -> tuple["RunFiles", ...]:
@@ -96,7 +96,7 @@ class RunFiles:
         return next((step for step in steps if isinstance(step, int)), None)
 
     def continues(self, other: "RunFiles") -> bool:
-        """Return whether it went on from a checkpoint of another run, which was started before it."""
+        """Return whether this run continued from a checkpoint of another run, which was started before it."""
         if self.checkpoint_folder is None or self.checkpoint_folder != other.checkpoint_folder:
             return False
         first = self.first_step()

@@ -1,4 +1,4 @@
-"""Everything that the page shows of one run, as JSON."""
+"""Collects everything that the page shows of one run, as JSON."""
 
 import contextlib
 import logging
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _FILE = "tokenizer.json"
 _LARGEST = 2**32
-"""Tokenizers take smaller numbers only."""
+"""Limit of token ids; tokenizers take only smaller numbers."""
 
 
 class TokenTexts:

@@ -1,6 +1,6 @@
-"""Define the command line of `nemo_rl watch`.
+"""Defines the command line of `nemo_rl watch`.
 
-It imports little, so that the help appears immediately. Invariant: files of the run are only read.
+The module imports little, so that the help appears immediately. Invariant: files of the run are only read.
 """
 
 import argparse

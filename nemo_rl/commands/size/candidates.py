@@ -1,4 +1,4 @@
-"""List the sizes that a model may have on its ranks, and write them as keys of its section.
+"""Lists the sizes that a model may have on its ranks, writes them as keys of its section, and estimates their seconds.
 
 Sizes are powers of two, because the numbers of GPUs, heads and rows usually are. Invariant: a candidate divides the
 ranks; whether it is allowed otherwise is checked by the rules of the configuration and the backend.
@@ -233,7 +233,7 @@ class _Update:
 
     @property
     def passes(self) -> float:
-        """Forward passes that a microbatch is worth: a backward pass is two, without gradients of weights one."""
+        """Cost of a microbatch in forward passes; a backward pass is two, or one without gradients of weights."""
         if not self.job.role.trains:
             return 1.0
         return (2.0 if self.job.adapts else 3.0) + _COMPUTED_AGAIN[self.candidate.recompute]

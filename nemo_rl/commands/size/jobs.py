@@ -1,4 +1,4 @@
-"""Describe one model whose sizes are searched: its section, its ranks, the rows of an update, counts of parameters.
+"""Describes one model whose sizes are searched: its section, its ranks, the rows of an update, counts of parameters.
 
 Invariant: nothing in a job depends on the sizes that are searched.
 """
@@ -74,10 +74,10 @@ def memory_of(text: str) -> float:
 
 
 def chosen_gpu(name: str | None, memory_gib: float | None) -> GpuKind:
-    """Return a GPU.
+    """Return the kind of GPU that the command line names, with its memory.
 
     Args:
-        name: its name in `GPUS`; None takes the speeds of the first one.
+        name: name of the GPU in `GPUS`; None takes the speeds of the first one.
         memory_gib: its memory; None takes that of the table.
 
     Raises:

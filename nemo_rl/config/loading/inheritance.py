@@ -1,7 +1,7 @@
 """Reads YAML files that inherit from others by a `defaults:` key.
 
-`read_layers` returns the layers of a configuration, parents first. Invariant: a path in `defaults:` is relative to
-the file that names it, or the bare name of a base file of the library; interpolations stay unresolved, so a child also
+`read_layers` returns the layers of a configuration, parents first. Invariant: a path in `defaults:` is relative to the
+file that names it, or the bare name of a base file of the library; interpolations stay unresolved, so a child also
 changes what depends on the key it overrides.
 """
 
