@@ -115,7 +115,7 @@ def _arrived_megabytes(bars: Sequence[tqdm]) -> int:
 
 
 def _bars_of(bars: list[tqdm]) -> type[tqdm]:
-    """Return a class of bars that show nothing; bars that count bytes add themselves to `bars`."""
+    """Return a class of bars that show nothing and that add themselves to `bars` if they count bytes."""
 
     class Silent(tqdm):
         """A bar that only counts."""

@@ -77,7 +77,7 @@ def _line(each: Regraded) -> dict[str, object]:
 
 
 def is_changed(each: Regraded) -> bool:
-    """Return whether the reward differs from the stored one; a missing reward differs from every reward."""
+    """Return whether the reward differs from the stored one. A missing reward differs from every reward."""
     old, new = each.sample.reward, each.reward
     if old is None or new is None:
         return old is not new

@@ -233,7 +233,7 @@ class _Update:
 
     @property
     def passes(self) -> float:
-        """Cost of a microbatch in forward passes; a backward pass is two, or one without gradients of weights."""
+        """Cost of a microbatch in forward passes, where a backward pass is two, or one without gradients of weights."""
         if not self.job.role.trains:
             return 1.0
         return (2.0 if self.job.adapts else 3.0) + _COMPUTED_AGAIN[self.candidate.recompute]

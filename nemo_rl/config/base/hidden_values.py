@@ -70,7 +70,7 @@ def _part(text: str) -> str | int:
 
 
 def without_secret(name: str, text: str) -> str:
-    """Return a text with the secrets in it replaced by `***`; `name` is the name of its key or variable."""
+    """Return a text with its secrets replaced by `***`, where `name` is the key or the variable that holds the text."""
     is_secret = _VARIABLE.fullmatch(name) if name.isupper() else _KEY.fullmatch(name.lower())
     return HIDDEN if is_secret and text else _LOGIN.sub(f"{HIDDEN}@", text)
 

@@ -55,7 +55,7 @@ class EvalMasterConfig(RunConfig):
 
     @cached_property
     def policy(self) -> PolicyConfig:
-        """The model as a `policy` section, for code that starts engines; `generation` is null with an endpoint."""
+        """The model as a `policy` section, for code that starts engines, with `generation` null for an endpoint."""
         own = {"num_prompts_per_step", "model_name", "endpoint"}
         sampling: dict[str, Any] = self.generation.model_dump(exclude=own)
         return PolicyConfig.build(

@@ -265,7 +265,7 @@ class VllmConfig(Section):
 
 
 class McoreGenerationConfig(Section):
-    """NeMo RL's section for Megatron Core's engine. Only max_model_len has an effect; other keys are in `engine`."""
+    """NeMo RL's section for Megatron Core's engine. Only max_model_len has an effect, as other keys are in `engine`."""
 
     later: ClassVar[dict[str, str]] = {
         "expose_http_server": "an HTTP server on the engines",
