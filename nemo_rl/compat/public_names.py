@@ -92,7 +92,7 @@ OTHER_NAMES: dict[str, dict[str, str]] = {
     f"nemo_rl.algorithms.{section}": {"dynamic_sampling": _DYNAMIC_SAMPLING.format(section=section)}
     for section in ("grpo", "ppo")
 }
-"""What to use instead of names of NeMo RL that have no function of the same name here, by module and name."""
+"""Replacements for names of NeMo RL that have no function of the same name here, by module and name."""
 
 MOVED: dict[str, str] = {
     "nemo_rl.environments.code_environment": "nemo_rl.kits.code.environment",

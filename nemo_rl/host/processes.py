@@ -174,7 +174,7 @@ def _read_answer(reading: int, deadline: float) -> dict[str, Any] | None:
 def import_path() -> tuple[str, list[str]]:
     """Return the module path for a Python that this process starts: PYTHONPATH, and folders to append to it.
 
-    The current folder may belong to somebody else. It is appended, because Python runs a file `sitecustomize.py` on
+    The current folder may belong to another user. It is appended, because Python runs a file `sitecustomize.py` on
     PYTHONPATH when it starts.
     """
     try:

@@ -75,7 +75,7 @@ class Report:
     backend: str
     """Name of the engine."""
     failures: dict[str, str] = field(default_factory=dict)
-    """What is wrong with the engine, by property."""
+    """Description of what is wrong with the engine, by property."""
     not_promised: dict[str, str] = field(default_factory=dict)
     """Reason why the engine does not offer a property, by property."""
     holding: list[str] = field(default_factory=list)
