@@ -213,7 +213,7 @@ class RayVirtualCluster:
         return self._cpus_of(living_nodes()) if self._cpus_per_bundle is None else self._cpus_per_bundle
 
     def _cpus_of(self, nodes: Sequence[NodeRoom]) -> float:
-        """Return CPUs per bundle so that the bundles fit on every node used, assuming they take the largest nodes."""
+        """Return the CPUs per bundle with which the bundles fit on every node used, if they take the largest nodes."""
         if self._cpus_per_bundle is not None:
             return self._cpus_per_bundle
         cpus = sorted((node.total.get("CPU", 0.0) for node in nodes), reverse=True) or [0.0]

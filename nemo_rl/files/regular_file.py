@@ -69,7 +69,7 @@ def require_regular_files(folder: str | os.PathLike[str], suffixes: Iterable[str
     """Refuse a folder that has pipes, sockets or devices, before a library opens its files by their names.
 
     Args:
-        folder: the folder, with all that is below it; one that does not exist has none.
+        folder: the folder, with everything below it; a folder that does not exist is accepted.
         suffixes: ends of the names to look at; none: all files.
 
     Raises:

@@ -29,11 +29,11 @@ MOST_HEADER_BYTES = 65536
 MOST_UNKNOWN = 256
 """Connections at the same time whose clients have proved nothing."""
 MOST_OF_ONE = 192
-"""Connections at the same time of one known client, unless it may have more."""
+"""Connections at the same time of one known client, unless the client may have more."""
 _RESERVE = 256
 """Files that the process can always open besides its connections."""
 _BACKLOG = 128
-"""Connections that are accepted at once, so fewer than `_RESERVE`."""
+"""Connections that are accepted at once, which must be fewer than `_RESERVE`."""
 
 
 @dataclass(eq=False)
@@ -43,7 +43,7 @@ class _Line:
     transport: asyncio.Transport
     """Transport of the connection."""
     owner: object | None = None
-    """Identity that its client has proved; None: nothing yet."""
+    """Identity that the client has proved; None if it has proved none yet."""
     header_bytes: int = 0
     """Bytes since the end of the last request."""
     requests: int = 0

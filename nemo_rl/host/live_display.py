@@ -69,7 +69,7 @@ class LiveDisplay:
                 self._progress.update(bar, completed=done, total=total)
 
     def remove(self, bar: TaskID) -> None:
-        """Remove a bar, and with the last one the display."""
+        """Remove a bar, and with the last bar the display."""
         with self._guard:
             if self._progress is None:
                 return
@@ -82,7 +82,7 @@ class LiveDisplay:
                     self._restore()
 
     def forget(self) -> None:
-        """Give a forked child the real streams, because it lacks the drawing thread and the holders of locks."""
+        """Give a forked child the real streams, because it lacks the drawing thread and the threads that hold locks."""
         self._guard = threading.RLock()
         if self._progress is not None:
             self._progress = None

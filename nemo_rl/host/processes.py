@@ -29,7 +29,7 @@ PROCESS_STATES = {
 
 
 def state_of(pid: int) -> str:
-    """Return the kernel's letter for the state of a process on this machine, or "?" if there is none."""
+    """Return the kernel's letter for the state of a process on this machine, or "?" if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -131,13 +131,13 @@ class RunCheck:
     look: Callable[[Request], Passed]
     """Makes the check; raises the run's own error."""
     moment: Moment = Moment.SETUP
-    """Time at which a run makes it."""
+    """Time at which a run makes the check."""
     of_machine: bool = False
     """Whether the result depends on the machine that makes the check."""
     reads_data: bool = False
-    """Whether it reads tokenizers or data, which may have to be downloaded."""
+    """Whether the check reads tokenizers or data, which may have to be downloaded."""
     skipped: Callable[[RunConfig], str] = lambda config: ""
-    """Returns why the check does not apply to a configuration; empty if it does."""
+    """Returns why the check does not apply to a configuration, or an empty text if it does apply."""
     advice: str = ""
     """Advice on an error of the check, in addition to the advice in the error's message."""
     deadline_s: float = 60.0
@@ -248,7 +248,7 @@ def check_parts(request: Request) -> Passed:
 def check_memory(request: Request) -> Passed:
     """Compare the predicted memory of each model's ranks with the GPUs or machines.
 
-    It fails if the run would refuse to start; a configuration that probably does not fit is a warning.
+    The check fails if the run would refuse to start; a configuration that probably does not fit is a warning.
     """
     from nemo_rl.algorithms.setup.memory_forecast import (
         log_memory,

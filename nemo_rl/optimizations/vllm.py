@@ -36,9 +36,9 @@ from nemo_rl.host.capacity import usable_cores
 logger = logging.getLogger(__name__)
 
 _set_num_threads = torch.set_num_threads
-"""Kept before vLLM's CPU worker replaces it by a function that does nothing."""
+"""torch's function, stored before vLLM's CPU worker replaces it by a function that does nothing."""
 _THREADS_AT_START = torch.get_num_threads()
-"""One, unless `OMP_NUM_THREADS` in the run's configuration sets another number."""
+"""Number of threads at the start: one, unless `OMP_NUM_THREADS` in the run's configuration sets another number."""
 
 TINY_MODEL = 2_000_000
 """Parameters below which a second thread saves nothing when a model decodes."""

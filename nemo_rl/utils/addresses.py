@@ -14,7 +14,7 @@ def http_address(host: str, port: int) -> str:
     """Return the URL of a server, without a path.
 
     Args:
-        host: name or address; one of IPv6 without brackets.
+        host: name or address; an IPv6 address without brackets.
         port: of the server.
     """
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"

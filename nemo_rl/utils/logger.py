@@ -197,7 +197,7 @@ class Logger(LoggerInterface):
 
 
 def make_backends(cfg: LoggerConfig, log_dir: Path, total_steps: int | None) -> list[LoggerInterface]:
-    """Build the console, the metrics file and every enabled tracker, or close the others again if one fails.
+    """Build the console, the metrics file and every enabled tracker. If one fails, close the others again.
 
     Raises:
         ConfigError: a tracker is enabled and its library or login is missing, or metrics cannot be served.

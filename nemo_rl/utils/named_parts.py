@@ -2,7 +2,7 @@
 
 Each kind of part (losses, advantage estimators, rollout sources, engines, training backends, environments) has one
 `Registry`, next to its interface. Invariant: a wrong name, a class of another kind and arguments that do not fit are
-errors that name the key and say what is allowed; none of them is found only after Ray has started.
+errors that name the key and say what is allowed; all of these errors are found before Ray starts.
 """
 
 import inspect

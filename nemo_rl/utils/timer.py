@@ -99,7 +99,7 @@ class Timer:
         return {label: self.reduce(label, reduction_op.get(label, "mean")) for label in self._elapsed}
 
     def reset(self, label: str | None = None) -> None:
-        """Delete one label's measurements, or all."""
+        """Delete the measurements of one label, or of all labels."""
         if label is None:
             self._elapsed.clear()
             self._running.clear()

@@ -67,7 +67,7 @@ def distribution(
 
     Args:
         prompt: tokens before the response.
-        response: its tokens.
+        response: tokens of the response.
         sampling: temperature, then the tokens that top-k and then top-p keep.
         banned: returns the tokens that may not follow the written ones.
     """
@@ -229,7 +229,7 @@ async def answers_of(engine: Engine, requests: Sequence[GenerationRequest]) -> l
 
 
 def well_formed(result: GenerationResult) -> GenerationResult:
-    """Return a result.
+    """Return a result if it has a valid form.
 
     Raises:
         ContractError: it is no valid result, whatever its tokens are.
@@ -252,7 +252,7 @@ def well_formed(result: GenerationResult) -> GenerationResult:
 
 
 def same(first: GenerationResult, second: GenerationResult, tolerance: float) -> bool:
-    """Return whether two results have the same tokens, the same end and, but for rounding, log-probabilities."""
+    """Return whether two results have the same tokens, the same end and, up to rounding, the same log-probabilities."""
     return (
         first.token_ids.tolist() == second.token_ids.tolist()
         and first.finish_reason == second.finish_reason

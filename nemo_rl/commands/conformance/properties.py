@@ -135,7 +135,7 @@ async def bad_words(engine: Engine, case: Case) -> None:
 
 
 def _text(case: Case, tokens: list[int]) -> str | None:
-    """Return the text of tokens, if it has no space at its start and encodes to them again."""
+    """Return the text of tokens, or None if it has a space at its start or does not encode to the same tokens."""
     text = case.tokenizer.decode(tokens)
     assert isinstance(text, str), "one sequence gives one text"
     is_word = text.isprintable() and text == text.strip() and bool(text)

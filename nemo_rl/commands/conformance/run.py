@@ -197,7 +197,7 @@ def _serve(pipe: Connection, settings: EngineSettings, case: Case, names: Sequen
 
 
 def table(reports: Sequence[Report]) -> str:
-    """Return a table in Markdown, property by engine, and below it the reasons of all that does not hold."""
+    """Return a Markdown table of properties and engines, with the reasons of all failures below it."""
     lines = ["| property | " + " | ".join(report.backend for report in reports) + " |"]
     lines.append("|---|" + "---|" * len(reports))
     for name in PROPERTIES:

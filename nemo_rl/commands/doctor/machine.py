@@ -78,11 +78,11 @@ class Gpu:
     driver: str
     """Version of the driver."""
     total_bytes: int
-    """Size of its memory."""
+    """Size of the GPU's memory."""
     used_bytes: int
     """Memory in use by processes."""
     index: str
-    """Its number in `nvidia-smi`."""
+    """Number of the GPU in `nvidia-smi`."""
 
 
 def check_gpus(request: NodeRequest) -> Finding:

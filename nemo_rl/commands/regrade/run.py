@@ -46,7 +46,7 @@ def refuse_existing(file: Path) -> None:
     """Check that a file can be written as a new one.
 
     Raises:
-        ConfigError: it exists, or its folder does not.
+        ConfigError: the file exists, or its folder does not.
     """
     if file.exists():
         raise ConfigError(f"{file} exists, and rewards are only written to a new file. Choose another with --output.")

@@ -23,7 +23,7 @@ class Difference:
     text: str
     """Description of the difference, in a sentence."""
     size: float | None = None
-    """Size of the difference, in the unit of the stage; None if it has none."""
+    """Size of the difference, in the unit of the stage; None if the difference has no size."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ class Comparison:
     step: int
     """Number of the step."""
     stages: Sequence[Compared]
-    """Its parts in order."""
+    """The parts of the step, in order."""
     is_exact: bool
     """Whether bits are compared."""
     notes: Sequence[str] = field(default_factory=list)
-    """Differences that do not count as one of the step, such as versions."""
+    """Differences that do not count as differences of the step, such as versions."""
 
     @property
     def first(self) -> Compared | None:

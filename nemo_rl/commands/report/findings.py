@@ -29,7 +29,7 @@ class RunFinding:
     metric: str
     """Name of the curve that shows it."""
     steps: tuple[int, int]
-    """First and last step that it is about."""
+    """First and last step of the observation."""
     guide: str = _METRICS
     """Page of the documentation."""
 

@@ -27,7 +27,7 @@ class Frame(NamedTuple):
     place: str
     """File, line and function."""
     source: str
-    """The line; "" if the traceback does not have it."""
+    """Text of the line; "" if the traceback does not have it."""
 
 
 def state_of(run: RunFiles) -> dict[str, Any]:

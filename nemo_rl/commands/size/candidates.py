@@ -95,8 +95,8 @@ def values_of(job: Job, candidate: Candidate) -> dict[str, Any]:
 def batching(job: Job, train_rows: int, pass_rows: int) -> dict[str, Any]:
     """Return the keys for the rows of a microbatch in training and in log-prob passes.
 
-    With sequence packing or dynamic batching the keys count tokens. Otherwise those of training count samples, where a
-    pair is one sample.
+    With sequence packing or dynamic batching the keys count tokens. Otherwise the keys of training count samples, where
+    a pair is one sample.
     """
     section = job.section
     for name in ("sequence_packing", "dynamic_batching"):

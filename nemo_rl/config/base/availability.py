@@ -22,7 +22,7 @@ class Only:
     allowed: tuple[Any, ...]
     """Values that are accepted."""
     feature: str | Mapping[Any, str]
-    """Name of the feature that the other values need: one text for all of them, or one for each."""
+    """Name of the missing feature that all other values need, or a name for each of the other values."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
@@ -44,7 +44,7 @@ class OnlyWith:
     """Values of the other key with which this key has an effect; if empty, all values that switch something on."""
 
     def path_from(self, section: Sequence[str | int]) -> tuple[str | int, ...]:
-        """Return the path of the other key for a key of the section at a path."""
+        """Return the path of the other key, given the path of the section that has this key."""
         name = self.key.lstrip(".")
         above = len(self.key) - len(name)
         return (*section[: len(section) - above], *name.split("."))

@@ -1,4 +1,4 @@
-"""Names that keys accept: of data sets, without importing their code, and of parts of a run.
+"""Lists the names that keys accept: names of data sets, without importing their code, and of parts of a run.
 
 A key that chooses a part takes a built-in name or the dotted path of a class.
 """
@@ -87,7 +87,7 @@ VALIDATION_METRICS: tuple[str, ...] = (
 """Metrics of a validation that samples answers; pass_k exists only with several answers per prompt."""
 
 OVERRIDE_MARKER = "_override_"
-"""Key of a mapping that replaces an inherited one as a whole."""
+"""Key with which a mapping replaces an inherited mapping as a whole."""
 
 BUILT_IN_ENVIRONMENTS: tuple[str, ...] = (
     *("math", "reward", "math_default", "math_multi_reward", "code", "code_jaccard", "reward_model", "llm_judge"),

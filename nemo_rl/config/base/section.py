@@ -35,7 +35,7 @@ def derived(interpolation: str) -> Any:
 
 
 class Section(BaseModel):
-    """A group of keys, each with a text below it that is its sentence on the reference page.
+    """A group of keys. The text below a key is its description on the reference page.
 
     Class attributes a section may set (each a mapping from key to a text for the user, unless stated otherwise):
         later: NeMo RL keys of features that do not exist yet; accepted while off, refused when on.
@@ -128,7 +128,7 @@ class Section(BaseModel):
             getattr(self, other)._other_section = getattr(self, own)
 
     def __getattr__(self, name: str) -> Any:
-        """Return a key by its other name, or a key of the sibling section."""
+        """Return the value of a key by its other name, or the value of a key of the sibling section."""
         if name in type(self).renamed:
             return getattr(self, type(self).renamed[name])
         if (
@@ -162,7 +162,7 @@ class Section(BaseModel):
         return getattr(self, key)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        """Set a key, with a mapping checked and filled in as if it were written in the file.
+        """Set a key. A mapping is checked and filled in as if it were written in a file.
 
         Raises:
             ConfigError: a key is unknown, or a value of a wrong type or out of range.

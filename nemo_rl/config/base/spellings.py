@@ -83,7 +83,7 @@ def _unified(slot: Slot, tree: Any, schema: type[BaseModel], newer_wins: bool) -
 
 
 def _under_own_names(tree: Mapping[str, Any], names: Mapping[str, str], newer_wins: bool) -> dict[str, Any]:
-    """Return a mapping in which each key has its own name."""
+    """Return a mapping with the own name of each key in place of its other name."""
     renamed = {names.get(key, key): value for key, value in tree.items()}
     for other, own in names.items():
         if other in tree and own in tree:

@@ -146,7 +146,7 @@ FREE = Slot()
 
 @cache
 def _slot_in(section: type[BaseModel], key: str) -> Slot | None:
-    """Return the place below a key of a section, or None if it has no such key and takes no others."""
+    """Return the place below a key of a section, or None if the section has no such key and takes no further keys."""
     field = section.model_fields.get(key)
     if field is not None:
         return Slot.of(field.annotation, field.metadata)

@@ -44,7 +44,7 @@ Seconds = Annotated[float, Field(gt=0, le=_LARGEST)]
 Share = Annotated[float, Field(ge=0, le=1)]
 """A fraction from 0 to 1."""
 Number = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST)]
-"""A reward, a limit of one, or another number with a sign."""
+"""A number of either sign, such as a reward or a limit of rewards."""
 Factor = Annotated[float, Field(gt=0, le=_LARGEST)]
 """A number that something is multiplied with, or a norm."""
 FactorOrZero = Annotated[float, Field(ge=0, le=_LARGEST)]
@@ -96,7 +96,7 @@ def _checked_address(address: str) -> str:
 
 
 def _problem_of(address: str) -> str | None:
-    """Return why an address is wrong, or None if it can be connected to."""
+    """Return why an address cannot be used, or None if it can be used."""
     try:
         parts = urlsplit(address)
         port = parts.port

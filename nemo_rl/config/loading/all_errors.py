@@ -22,7 +22,7 @@ from nemo_rl.utils.errors import ConfigError
 
 
 def collect_errors(path: str | Path, algorithm: str, overrides: Sequence[str] = ()) -> list[str]:
-    """Return the errors of a configuration, key by key, or an empty list if it loads.
+    """Return the errors of a configuration, key by key, or an empty list if the configuration loads.
 
     Rules between keys are checked only after every single key is right.
 

@@ -267,7 +267,7 @@ def validated[Config: Section](
 
 
 def _details_of(error: ValidationError) -> list[ErrorDetails]:
-    """Return pydantic's errors, or none where a text is no UTF-8, which `unusable_values` reports."""
+    """Return pydantic's errors, or none if a text is not UTF-8, because `unusable_values` reports such a text."""
     try:
         return error.errors()
     except UnicodeEncodeError:

@@ -60,7 +60,7 @@ def check_environment(place: str, env_name: str | None, environments: Collection
     """Check that the environment that grades answers is one of `env`.
 
     Args:
-        place: key of the entry that names it.
+        place: key of the entry that names the environment.
         environments: names in `env`.
     """
     if env_name is None:

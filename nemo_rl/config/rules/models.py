@@ -1,7 +1,8 @@
 """Checks of the models of a run: the section of any single model, and the models next to the policy.
 
-A section has its backend, the keys that training needs and its microbatches. Models next to the policy are teachers,
-critics and models that reward answers; their checks concern devices, lengths and the keys of on-policy distillation.
+The checks of a section concern its backend, the keys that training needs, and its microbatches. Models next to the
+policy are teachers, critics and models that reward answers; their checks concern devices, lengths and the keys of
+on-policy distillation.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Rules on what changes the training reward of an answer besides its environment.
+"""Rules on everything besides the environment that changes the training reward of an answer.
 
 These are agents and their endpoint, NeMo Gym, levels of effort, penalties, and the advantages and the critic of PPO.
 """

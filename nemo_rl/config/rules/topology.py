@@ -21,7 +21,7 @@ class Role:
     """A model of a run."""
 
     section: PolicyConfig
-    """Its keys; `section.placement` says on which devices it runs."""
+    """Section with the keys of the model; `section.placement` says on which devices the model runs."""
     trains: bool = True
     """Whether the model has an optimizer and is saved in checkpoints; otherwise it is frozen."""
     keeps_reference: bool = False

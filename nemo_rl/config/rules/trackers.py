@@ -1,7 +1,7 @@
 """Checks of `logger`: that its trackers can report, without importing them, and that steps can be recorded.
 
-The check of trackers runs before Ray starts, and again when they are made. Invariant: nothing is sent; the check only
-opens a connection to an MLflow server.
+The check of trackers runs before Ray starts, and again when the trackers are made. Invariant: nothing is sent; the
+check only opens a connection to an MLflow server.
 """
 
 import configparser

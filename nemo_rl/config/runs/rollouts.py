@@ -98,7 +98,7 @@ class MasterConfig(RunConfig):
 
     @property
     def models(self) -> dict[str, Role]:
-        """The models of the run by name, the policy first: each section of the type `PolicyConfig` is one."""
+        """The models of the run by name, the policy first. Each section of the type `PolicyConfig` is a model."""
         sections = {name: section for name, section in self.items() if isinstance(section, PolicyConfig)}
         keeps = {"policy": self.keeps_reference}
         return {name: Role(section, section.trains, keeps.get(name, False)) for name, section in sections.items()}
@@ -343,7 +343,7 @@ class PPOCheckpointingConfig(CheckpointingConfig):
     """Saving and keeping checkpoints. A run that is started again resumes from the newest one."""
 
     checkpoint_dir: str = "results/ppo"
-    """Folder of the checkpoints, one step_<N> folder each."""
+    """Folder of the checkpoints, each in a folder step_<N>."""
 
 
 class PPOMasterConfig(PolicyGradientMasterConfig):
@@ -390,7 +390,7 @@ class DistillationCheckpointingConfig(CheckpointingConfig):
     """Saving and keeping checkpoints. A run that is started again resumes from the newest one."""
 
     checkpoint_dir: str = "results/distillation"
-    """Folder of the checkpoints, one step_<N> folder each."""
+    """Folder of the checkpoints, each in a folder step_<N>."""
 
 
 class DistillationMasterConfig(RolloutMasterConfig):

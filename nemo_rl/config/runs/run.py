@@ -71,7 +71,7 @@ class RunConfig(Section):
         return {}
 
     def model_keys(self) -> Iterator[tuple[str, str, PolicyConfig]]:
-        """Yield the key of each model's name, the key of its tokenizer's name, and its section."""
+        """Yield, for each model, the key of its name, the key of its tokenizer's name, and its section."""
         for name, role in self.models.items():
             yield f"{name}.model_name", f"{name}.tokenizer.name", role.section
 

@@ -104,11 +104,12 @@ class AgentEnvironmentConfig(AgentKeys, SandboxKeys):
     step_timeout_s: Seconds = 600.0
     """Time limit in seconds of a program and its grading together."""
     max_open_episodes: Count = 64
-    """Programs that run at the same time; others wait, which does not count against their deadline."""
+    """Programs that run at the same time; further programs wait, and the wait does not count against their deadline."""
     num_workers: Workers = 1
     """Processes among which the programs are divided; more processes help if functions compute much."""
     max_memory_gb: Gibibytes | None = None
-    """Gibibytes that each of these processes may use, with all that it started; null: no limit."""
+    """Gibibytes that each process of the environment may use, together with the processes that it started; null: no
+    limit."""
     row_fields: list[str] | None = None
     """Fields of the row that the program gets, such as ground_truth; null: all with program and service, none with
     command."""
@@ -118,15 +119,16 @@ class AgentEnvironmentConfig(AgentKeys, SandboxKeys):
     """With command: sandbox of the process, which can reach only the endpoint. auto: the first mechanism that works on
     the machine; none: no sandbox, so the command has all rights of the run."""
     readable: list[str] = Field(default_factory=list)
-    """With command in a sandbox: files and folders that it may read, besides itself and the Python of the run."""
+    """With command in a sandbox: files and folders that the command may read, besides its own file and the Python of
+    the run."""
     memory_mb: ProgramMebibytes = 4096
     """With command in a sandbox: memory in MiB."""
     max_processes: Workers = 64
     """With command in a sandbox: processes and threads."""
     file_mb: Mebibytes = 64
-    """With command in a sandbox: size of each file that it writes, in MiB."""
+    """With command in a sandbox: size of each file that the command writes, in MiB."""
     scratch_mb: Mebibytes = 256
-    """With command in a sandbox: size of all files together that it writes, in MiB."""
+    """With command in a sandbox: total size of the files that the command writes, in MiB."""
     output_bytes: Amount = 1048576
     """With command: bytes of output after which the process is ended."""
 
@@ -153,7 +155,7 @@ class AgentEnvironmentConfig(AgentKeys, SandboxKeys):
 NEMO_GYM = "nemo_gym"
 """Name of the environment with agents of NeMo Gym."""
 RESULTS_FILE = "results.jsonl"
-"""File in its log_dir that has the results of rollouts."""
+"""File in log_dir with the results of rollouts."""
 
 
 class HeadServerConfig(Section):
@@ -218,7 +220,7 @@ class NemoGymConfig(AgentKeys):
     step_timeout_s: Seconds = 1800.0
     """Time limit in seconds of a rollout together with the start of the servers, for which the first rollout waits."""
     max_open_episodes: Count = 256
-    """Rollouts at the same time; others wait, which does not count against their deadline."""
+    """Rollouts at the same time; further rollouts wait, and the wait does not count against their deadline."""
     max_memory_gb: Gibibytes | None = None
     """Gibibytes that the environment and its servers may use together; null: no limit."""
     thinking_tags: list[str] | None = None

@@ -133,8 +133,8 @@ class ClusterConfig(Section):
     agent_endpoint: AgentEndpointConfig = Field(default_factory=AgentEndpointConfig)
     """The HTTP endpoint from which agent programs sample."""
     venvs: dict[str, VenvConfig] = Field(default_factory=dict)
-    """Separate Python environments, for `policy` (with a teacher), `generation` or an environment by its name in env;
-    all other workers use the driver's interpreter."""
+    """Separate Python environments, for `policy` (teachers included), for `generation`, or for an environment by its
+    name in env; all other workers use the driver's interpreter."""
     optimizations: Annotated[Literal["auto", "none"] | list[str], AfterValidator(_known_optimizations)] = "auto"
     """Speed-ups of start-up and CPU steps that change no result: `auto` takes all whose libraries have the versions
     that they were written for, `none` takes none, a list of names only those (docs/development/optimizations.md)."""

@@ -34,8 +34,8 @@ class EnvironmentSection(Section):
     step_timeout_s: Seconds | None = None
     """Time limit in seconds for the environment to answer one sample; null: cluster.timeouts.environment_s."""
     max_memory_gb: Gibibytes | None = None
-    """Gibibytes that an actor of the environment may use, with the processes that it started; above this it is ended,
-    and started again. null: no limit."""
+    """Gibibytes that an actor of the environment may use, with the processes that it started; an actor that uses more
+    is ended and started again. null: no limit."""
     max_open_episodes: Count | None = None
     """Episodes of this environment that are played at the same time; null: all."""
 
@@ -86,7 +86,7 @@ class CodeEnvironmentConfig(SandboxKeys):
     cpu_time_s: Seconds = 10.0
     """Limit of processor time in seconds, for the same units as wall_time_s."""
     observation_chars: Amount = 4000
-    """Longest output in an observation; of a longer one the middle is left out."""
+    """Longest output in an observation, in characters; the middle of a longer output is left out."""
 
 
 class CodeJaccardEnvironmentConfig(Section):

@@ -151,7 +151,8 @@ class RewardModelEnvironmentConfig(Section):
     by run_rm.py, or what the chat template writes last (template), often a line break, as most other programs have it.
     auto: turn with checkpoint_path, else template."""
     too_long: Literal["error", "keep_end"] = "error"
-    """A conversation with more tokens: its sample gets an error, or only its last tokens are scored."""
+    """Treatment of a conversation with more than max_model_len tokens: its sample gets an error, or only its last
+    tokens are scored."""
     resources: OwnDevicesConfig = Field(default_factory=OwnDevicesConfig)
     """Devices of the reward model; on GPUs they are taken from those of the cluster."""
     dtensor_cfg: DTensorConfig = Field(default_factory=DTensorConfig)
@@ -210,7 +211,7 @@ def weights_folder(checkpoint_path: str) -> Path:
         checkpoint_path: a step folder, the folder of its policy or weights, or the folder itself.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the checkpoint has no such folder.
     """
     given = Path(checkpoint_path).expanduser()
     for folder in (given, *(given / below for below in _WEIGHTS)):
@@ -274,9 +275,9 @@ class LLMJudgeConfig(Section):
     """Regular expression whose group is the score; its last match after `</think>` counts. The default one reads a line
     that begins or ends with a score, such as `**Score (1-10):** 7` or `Score: 7/10`."""
     min_score: Annotated[Number, OnlyWith("mode", ("absolute",))] = 1.0
-    """Score that becomes the reward 0; a lower one is no answer."""
+    """Score that becomes the reward 0; a lower score counts as no answer."""
     max_score: Annotated[Number, OnlyWith("mode", ("absolute",))] = 10.0
-    """Score that becomes the reward 1; a higher one is no answer."""
+    """Score that becomes the reward 1; a higher score counts as no answer."""
     winner_pattern: Annotated[Pattern, OnlyWith("mode", ("pairwise",))] = WINNER_PATTERN
     """With mode=pairwise: regular expression whose group is A, B or C (a tie); its last match after `</think>`
     counts."""
@@ -291,7 +292,7 @@ class LLMJudgeConfig(Section):
     max_concurrency: Count = 32
     """Requests at the same time."""
     request_timeout_s: Seconds = 60.0
-    """Seconds for one request."""
+    """Time limit of one request in seconds."""
     deadline_s: Seconds = 300.0
     """Time limit of one sample in seconds, including all requests and waits; after that the sample gets an error."""
     max_attempts: Count = 4

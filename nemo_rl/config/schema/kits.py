@@ -35,7 +35,8 @@ class SlidingPuzzleBoard(Section):
     shuffle_moves: Count = 10
     """Random moves from the solved board, none of which undoes the previous one."""
     min_shuffle_moves: Count | None = None
-    """Fewest random moves, from which their number is drawn up to shuffle_moves; null: always shuffle_moves."""
+    """Smallest number of random moves; the number is drawn between this and shuffle_moves. null: always
+    shuffle_moves."""
 
     @model_validator(mode="after")
     def _check_range(self) -> Self:
@@ -196,7 +197,7 @@ class ToolEnvironmentConfig(Section):
     tools: list[ToolConfig] = Field(default_factory=list)
     """The tools, which are offered in every prompt in addition to those of its row."""
     tool_parser: str | None = None
-    """Parser of vLLM that finds calls in a response; null: one that reads what the chat template writes."""
+    """Parser of vLLM that finds calls in a response; null: a parser for the format that the chat template writes."""
     timeout_s: Seconds = 30.0
     """Time limit of one call in seconds; after that the model reads that the tool gave no answer."""
     max_output_bytes: Amount = 8192

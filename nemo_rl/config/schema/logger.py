@@ -116,7 +116,7 @@ class LoggerConfig(Section):
     """Record the first step and each step after a checkpoint in exp_NNN/steps, so that `nemo_rl replay` can repeat
     them."""
     record_modules: Annotated[bool, OnlyWith("record_steps")] = False
-    """Record the output of each module too, so that a replay can name the one that differs first."""
+    """Record the output of each module too, so that a replay can name the first module that differs."""
     monitor_gpus: bool = True
     """Report processors, memory and GPUs of every node under ray/."""
     gpu_monitoring: Annotated[GpuMonitoringConfig, _MONITORS] = Field(default_factory=GpuMonitoringConfig)

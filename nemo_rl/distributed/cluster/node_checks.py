@@ -60,7 +60,7 @@ def check_nodes(places: Iterable[RayVirtualCluster], shared: Shared) -> None:
 
     Args:
         places: where workers will run.
-        shared: folders that they need there.
+        shared: folders that the workers need there.
 
     Raises:
         ConfigError: names each node that lacks something, and what it lacks.

@@ -28,7 +28,7 @@ class NodeRoom:
     address: str
     """Address at which other nodes reach it."""
     total: Mapping[str, float]
-    """Its resources by kind; "CPU" and "GPU" are logical."""
+    """Resources of the node by kind; "CPU" and "GPU" are logical."""
     free: Mapping[str, float]
     """Resources that are not taken now."""
 

@@ -34,9 +34,9 @@ class ShardedCall:
     worker_idx: int
     """The worker to call."""
     coords: tuple[int, ...] | None
-    """Its positions on the sharded axes, None for a dummy call without data."""
+    """Positions of the worker on the sharded axes; None for a dummy call without data."""
     is_wanted: bool
-    """Whether its answer is returned."""
+    """Whether the answer of the worker is returned."""
 
 
 def plan_sharded_calls(

@@ -27,7 +27,7 @@ from nemo_rl.utils.errors import DeadlineExceededError, NodeLostError, WorkerDie
 
 # When a worker dies, its peers may report a broken connection before Ray reports the death.
 WORKER_DEATHS = (RayActorError, OutOfMemoryError)
-"""Ray's errors for calls to a process that has died; the second one: ended because the machine's memory was full."""
+"""Ray's errors for calls to a process that has died. `OutOfMemoryError` means that the machine's memory was full."""
 _FULL_MEMORY = re.compile(r"Memory on the node \(IP: ([^,)]+)[^)]*\) was ([\d.]+)GB used / ([\d.]+)GB limit")
 ROOT_CAUSE_GRACE_S = 2.0
 _TOGETHER_S = 50e-6

@@ -37,7 +37,7 @@ class WorkerPhase:
     worker: str
     """Name of the slowest worker."""
     node: str
-    """Address of its machine."""
+    """Address of the slowest worker's machine."""
 
 
 @contextmanager

@@ -67,7 +67,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_py_executable(text: str) -> VenvConfig | None:
-    """Parse one of `PY_EXECUTABLES` or a similar text into an environment, or None for the driver's.
+    """Parse one of `PY_EXECUTABLES` or a similar text into an environment, or None for the driver's interpreter.
 
     Args:
         text: path of an interpreter, or `uv run` with --extra EXTRA and --with REQUIREMENT, both repeatable.

@@ -66,7 +66,7 @@ def project_file() -> Path:
     """Return nemo_rl's pyproject.toml, from its checkout or from its installed wheel.
 
     Raises:
-        VenvError: neither has one.
+        VenvError: neither has a pyproject.toml.
     """
     brought = Path(sysconfig.get_path("data"), "share", "nemo_rl", "pyproject.toml")
     for place in (REPOSITORY_ROOT / "pyproject.toml", brought):

@@ -81,7 +81,7 @@ class GRPOConfig(RewardedTrainingConfig):
     """Upper bound of the final advantage; null: none."""
     invalid_tool_call_advantage: Number | None = None
     """Advantage of the tokens of a turn whose tool call cannot be made (not readable, unknown tool, wrong arguments),
-    instead of the computed one; null: off."""
+    instead of the computed advantage; null: off."""
     malformed_thinking_advantage: Number | None = None
     """Advantage of thinking tags that are out of place (see reward_penalties.penalize_malformed_think_tag), instead of
     the computed one; null: off. If thinking is not closed at the end of a turn, the opening tag gets it, or the last

@@ -66,8 +66,9 @@ class OverlapConfig(Section):
     versions."""
     partial_responses: Annotated[Literal["continue", "restart"], _AHEAD] = "continue"
     """ahead: unfinished groups in a checkpoint. continue: their finished samples, turns and the tokens so far are
-    stored, and a resumed run samples the rest; restart: it samples them again from their prompts. No effect with
-    in_flight_weight_updates=false, where a checkpoint waits until all started groups are finished."""
+    stored, and a resumed run samples the rest; restart: a resumed run samples the unfinished groups again from their
+    prompts. No effect with in_flight_weight_updates=false, where a checkpoint waits until all started groups are
+    finished."""
     max_inflight_prompts: Annotated[Count | None, _AHEAD] = None
     """ahead: most prompts that are sampled at the same time; null: no limit."""
     max_buffered_groups: Annotated[Count | None, _AHEAD] = None
@@ -140,7 +141,7 @@ class AsyncRLRolloutFailureConfig(Section):
     min_step_batch_fraction: Annotated[float, Field(ge=0, le=1)] = 0.9
     """As overlap.group_failures.min_step_fraction."""
     on_dropped_prompt: Literal["shrink"] = "shrink"
-    """The samples of a skipped prompt enter no loss, so the step has fewer."""
+    """The samples of a skipped prompt do not count in the loss, so the step has fewer samples."""
     max_data_attempts_per_prompt: Count = 2
     """Has no effect."""
     max_consecutive_dropped_prompts: CountOrZero = 0

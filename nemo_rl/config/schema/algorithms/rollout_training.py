@@ -53,7 +53,7 @@ class RolloutTrainingConfig(Section):
     """Most turns of model and environment in one rollout."""
     max_episode_tokens: Tokens | None = None
     """Most tokens that the model writes in all turns of one rollout; null: only policy.generation.max_new_tokens bounds
-    each turn, and policy.max_total_sequence_length all of it."""
+    each turn, and policy.max_total_sequence_length bounds the whole rollout."""
     max_idle_steps: Count = 5
     """The run ends with an error after this many steps in a row without an update: no sample counts in the loss, or the
     gradients are not finite."""
@@ -83,7 +83,7 @@ class RolloutTrainingConfig(Section):
     overlap: OverlapConfig = Field(default_factory=OverlapConfig)
     """Whether sampling and training overlap."""
     rollout_source: RolloutSourceConfig = Field(default_factory=RolloutSourceConfig)
-    """Where the groups of answers of a step come from."""
+    """Source of the groups of answers of a step."""
 
 
 class RewardScalingConfig(Section):
@@ -92,9 +92,9 @@ class RewardScalingConfig(Section):
     enabled: bool = False
     """Map rewards linearly from source to target range."""
     source_min: Number = 0.0
-    """Reward that becomes target_min; lower ones are cut."""
+    """Reward that becomes target_min; lower rewards become target_min too."""
     source_max: Number = 1.0
-    """Reward that becomes target_max; higher ones are cut."""
+    """Reward that becomes target_max; higher rewards become target_max too."""
     target_min: Number = 0.0
     """Low end of the new range."""
     target_max: Number = 1.0
@@ -116,8 +116,8 @@ class RewardShapingConfig(Section):
     overlong_buffer_penalty: FactorOrZero | None = 1.0
     """Penalty at max_response_length, subtracted from the reward."""
     limit_overlong_penalty: bool = False
-    """Keep the penalty of longer answers at overlong_buffer_penalty, as DAPO's paper does; false: it continues to grow
-    at the same rate, as in NeMo RL. Without a buffer it is always limited."""
+    """Keep the penalty of longer answers at overlong_buffer_penalty, as DAPO's paper does; false: the penalty continues
+    to grow at the same rate, as in NeMo RL. Without a buffer the penalty is always limited."""
     stop_properly_penalty_coef: Annotated[float, Field(ge=0, le=1)] | None = None
     """Factor on the reward of cut-off answers, used instead of the ramp; null: off."""
 

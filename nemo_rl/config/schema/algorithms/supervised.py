@@ -85,7 +85,7 @@ class PairPolicyConfig(SupervisedPolicyConfig):
 
 
 class SupervisedDatasetDefaults(DatasetDefaults):
-    """Values for every entry of data.train and data.validation that does not set them."""
+    """Values of keys that entries of data.train and data.validation do not set."""
 
     idle: ClassVar[dict[str, str]] = {"env_name": "nothing is rewarded here"}
 
@@ -101,13 +101,13 @@ class SupervisedDataConfig(DataConfig):
     ignored: ClassVar[dict[str, str]] = {"add_system_prompt": DataConfig.ignored["add_system_prompt"]}
 
     default: SupervisedDatasetDefaults = Field(default_factory=SupervisedDatasetDefaults)
-    """Values for entries that leave them out."""
+    """Values of keys that entries leave out."""
     add_bos: bool = True
     """Add the beginning-of-sequence token where the chat template does not."""
     add_eos: bool = True
     """Add the end-of-sequence token where the chat template does not end with one."""
     add_generation_prompt: bool = True
-    """Count the header of an assistant turn as prompt, as in generation; false: it is trained on."""
+    """Count the header of an assistant turn as prompt, as in generation; false: the header is trained on."""
 
 
 class SFTConfig(SupervisedConfig):

@@ -37,7 +37,7 @@ class ModelEndpointConfig(Section):
     max_concurrent_requests: Count = 64
     """Requests at the same time."""
     timeout_s: Seconds = 600.0
-    """Seconds for one request."""
+    """Time limit of one request in seconds."""
     max_attempts: Count = 6
     """Most requests for one answer. A request is repeated if the endpoint cannot be reached, is overloaded or fails;
     after the last one the sample has an error."""

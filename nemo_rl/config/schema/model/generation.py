@@ -138,8 +138,9 @@ class WeightSyncConfig(Section):
 
     recompute_kv_cache: bool = True
     """With overlap.in_flight_weight_updates, compute the keys and values of running answers again with the new weights.
-    false: they continue with those of older weights, which costs no time, and their log-probabilities are those of
-    this mixture; answers that begin later never read them; vllm only."""
+    false: running answers continue with keys and values of older weights, which costs no time, and their
+    log-probabilities are those of this mixture; answers that begin later never read these keys and values. vllm
+    only."""
 
     max_mult_prob_error: Annotated[float, Field(ge=1, le=1e9)] | None = 1.05
     """Largest mean ratio of probabilities between trainer and engine (token_mult_prob_error) in the first batch of a
@@ -346,9 +347,9 @@ class GenerationConfig(Section):
     colocated: ColocatedConfig = Field(default_factory=ColocatedConfig)
     """Sharing of devices with the policy."""
     num_engines_file: str | None = None
-    """File with the number of engines that shall run, from 1 to those that the run has room for. It is read before each
-    transfer of weights: engines leave when they have answered their requests, and join with the current weights. null,
-    or no such file: all engines."""
+    """File with the number of engines that shall run, from 1 to the number that the run has room for. It is read before
+    each transfer of weights: engines leave when they have answered their requests, and join with the current weights.
+    null, or no such file: all engines."""
     weight_sync: WeightSyncConfig = Field(default_factory=WeightSyncConfig)
     """Transfer of weights to the engines."""
     engine: EngineConfig = Field(default_factory=EngineConfig)
@@ -358,7 +359,7 @@ class GenerationConfig(Section):
     vllm_kwargs: Annotated[dict[str, Any], _VLLM] = Field(default_factory=dict)
     """More arguments for vLLM's engine, passed on unchecked, except for speculative_config, which is checked."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of an engine named by its dotted path; it gets them as EngineSettings.engine_kwargs."""
+    """Arguments of an engine named by its dotted path, which gets them as EngineSettings.engine_kwargs."""
     sglang_cfg: Annotated[SglangConfig, OnlyWith("backend", ("sglang",))] = Field(default_factory=SglangConfig)
     """Keys that only SGLang reads."""
     mcore_generation_config: Annotated[McoreGenerationConfig, _MEGATRON] = Field(default_factory=McoreGenerationConfig)

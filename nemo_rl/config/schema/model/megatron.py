@@ -45,7 +45,7 @@ class MegatronOptimizerConfig(Section):
     min_lr: LearningRateOrZero = 5.0e-7
     """Learning rate at the end of a decay."""
     weight_decay: FactorOrZero = 0.01
-    """Default of scheduler.start_weight_decay and end_weight_decay; only those are used."""
+    """Default of scheduler.start_weight_decay and end_weight_decay; only these two keys are used."""
     adam_beta1: Annotated[float, OnlyWith("optimizer", ("adam",))] = Field(default=0.9, ge=0.0, lt=1.0)
     """Decay of Adam's mean of gradients."""
     adam_beta2: Annotated[float, OnlyWith("optimizer", ("adam",))] = Field(default=0.999, ge=0.0, lt=1.0)

@@ -308,12 +308,12 @@ class SequencePackingConfig(Section):
     session with branches. Scores and gradients are the same up to rounding. Only with the DTensor backend, without
     context and pipeline parallelism, for models in which only attention connects tokens and experts are not trained."""
     max_keys_per_token: Annotated[int, OnlyWith("share_prompts")] = Field(default=4, ge=2, le=10**6)
-    """With share_prompts: most keys and values of attention in a packed row, as a multiple of its token budget. Those
-    of shared tokens are repeated before each of their sequences and kept for the backward pass; above this limit
-    another row is started. Predictions of memory count them."""
+    """With share_prompts: most keys and values of attention in a packed row, as a multiple of its token budget. Keys
+    and values of shared tokens are repeated before each of their sequences and kept for the backward pass; above this
+    limit another row is started. Predictions of memory count them."""
     sequence_length_round: Tokens | None = None
-    """Packed rows are padded to a multiple of this many tokens, so that kernels see fewer lengths; null: to one of
-    make_sequence_length_divisible_by only."""
+    """Packed rows are padded to a multiple of this many tokens, so that kernels see fewer lengths; null: only to a
+    multiple of make_sequence_length_divisible_by."""
     microbatch_order: Literal["packer", "largest_first"] | None = "largest_first"
     """Order in which a rank computes its packed rows: largest first, so that peak memory is reached early, or as the
     algorithm packed them; null: largest_first."""

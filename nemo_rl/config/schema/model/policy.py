@@ -224,7 +224,7 @@ class PolicyConfig(Section):
 
     @property
     def sampling(self) -> GenerationConfig:
-        """The section `generation` of a policy that samples, which the checks of such runs require."""
+        """The section `generation` of a run that samples, in which the checks require this section."""
         assert self.generation is not None, "the policy does not sample"
         return self.generation
 
