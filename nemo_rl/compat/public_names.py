@@ -150,7 +150,7 @@ class _MovedModule(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # the import system has put that of the other path there
+        module.__spec__ = self._spec  # the import system has set the other path's spec
 
 
 class _MovedFinder(MetaPathFinder):

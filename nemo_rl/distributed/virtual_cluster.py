@@ -331,7 +331,7 @@ class RayVirtualCluster:
     def _try_reserve(self, nodes: Sequence[str], bundle: dict[str, float]) -> list[PlacementGroup] | None:
         unique = f"{self.name or 'cluster'}-{uuid.uuid4().hex[:8]}"
         groups = [
-            # Soft: if this node is lost later, Ray may move its bundles to another node.
+            # The node is only a soft target, so that Ray may move the bundles if the node is lost later.
             placement_group([bundle] * count, "STRICT_PACK", f"{unique}-{entry}", _soft_target_node_id=node)
             for entry, (count, node) in enumerate(zip(self._bundle_counts, nodes, strict=True))
         ]

@@ -140,5 +140,5 @@ def _trusted_owners() -> set[int]:
         if _USER_MAP.read_text().split() != _WHOLE_MAP:
             trusted.add(int(_OVERFLOW_UID.read_text()))
     except OSError:
-        return trusted  # not Linux
+        return trusted  # the system is not Linux
     return trusted

@@ -104,7 +104,7 @@ def _hand_over(before: Any, after: Any) -> None:
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     for handler in [handler for one in loggers if isinstance(one, logging.Logger) for handler in one.handlers]:
         if isinstance(handler, logging.StreamHandler) and handler.stream is before:
-            # Without `setStream`, which flushes: in a forked child another thread may have held the display's lock.
+            # `setStream` would flush, but in a forked child another thread may have held the display's lock.
             handler.stream = after
 
 

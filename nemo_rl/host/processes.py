@@ -116,7 +116,7 @@ def call_in_child(work: Callable[[], Any], *, seconds: float, memory_mb: int, wh
     reading, writing = os.pipe()
     parent = os.getpid()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of other threads, whose locks this work does not use
+        warnings.simplefilter("ignore", DeprecationWarning)  # about other threads, whose locks this work does not use
         child = os.fork()
     if child == 0:
         _answer(work, writing, parent, seconds, memory_mb)

@@ -133,7 +133,7 @@ class DeferredSignals:
         now = time.monotonic()
         if self.received is None:
             self.received, self._received_at = signal.Signals(number), now
-            # In a separate thread, because the signal may have interrupted a log record.
+            # A separate thread does the logging, because the signal may have interrupted a log record.
             threading.Thread(target=self._watch, name="signal_grace", daemon=True).start()
         elif now - self._received_at > _ONE_REQUEST_S:
             self.received = signal.Signals(number)

@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG = 1
 
 def main(kind: str, session_dir: str, node_id: str, *rest: str) -> None:
     """Write the ports and wait, without ever returning."""
-    # Not `os.getppid()`: the raylet may have ended already.
+    # `os.getppid()` would be wrong if the raylet has ended already.
     parent = int(os.environ["RAY_RAYLET_PID"])
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     folder = Path(session_dir)

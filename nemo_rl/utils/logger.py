@@ -190,7 +190,7 @@ class Logger(LoggerInterface):
         self.close()
 
     def _on_all(self, log: Callable[[LoggerInterface], None]) -> None:
-        # The monitor of the machines logs from a thread. While a tracker keeps it waiting, the others take metrics.
+        # The monitor of the machines logs from its own thread. While one tracker keeps it waiting, others get metrics.
         for backend, output, turn in zip(self._backends, self._outputs, self._turns, strict=True):
             with turn, output.attempt():
                 log(backend)

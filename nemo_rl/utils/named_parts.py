@@ -128,7 +128,7 @@ class Registry[Part]:
         try:
             part = part_class(*given, **fitting)
         except ConfigError:
-            raise  # the class's own words
+            raise  # the class has its own error message
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{key}.kwargs do not fit {name}: {_in_words(error)}") from error
         missing = [name for name in self.attributes if not hasattr(part, name)]

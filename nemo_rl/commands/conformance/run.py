@@ -148,7 +148,7 @@ def check_engine(settings: EngineSettings, case: Case, names: Sequence[str] = tu
     process = context.Process(target=_serve, args=(theirs, settings, case, names), daemon=True)
     own = engine_kind(settings.backend).environment(settings.device) | settings.env_vars | {"RANK": "0"}
     before = dict(os.environ)
-    os.environ.update(own)  # of the new process, which may read it while it imports
+    os.environ.update(own)  # the new process may read these variables while it imports
     try:
         process.start()
     finally:
@@ -190,7 +190,7 @@ def _serve(pipe: Connection, settings: EngineSettings, case: Case, names: Sequen
         for name in names:
             pipe.send(await check_all(engine, case, Report(settings.backend), [name]))
 
-    with Boundary(Exception) as caught:  # whatever the engine raises is what the report says of it
+    with Boundary(Exception) as caught:  # the report names any error of the engine
         asyncio.run(serve())
     if caught:
         pipe.send("".join(traceback.format_exception(caught.take())))

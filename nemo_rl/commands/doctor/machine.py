@@ -38,7 +38,7 @@ _KINDS = {"amd64": "x86_64", "arm64": "aarch64"}
 
 def check_processor(request: NodeRequest) -> Finding:
     """Name the processor's features, which have to include AVX2 on x86-64 for vLLM's build for CPUs."""
-    import torch  # slow, and no other check of a machine needs it in this process
+    import torch  # slow, and no other check of a machine needs torch in this process
 
     values = torch.cpu.get_capabilities()
     machine = platform.machine().lower()

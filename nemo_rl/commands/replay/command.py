@@ -61,7 +61,7 @@ def main(arguments: argparse.Namespace) -> int:
 
     def work() -> int:
         command_line.look_in_the_current_folder()
-        with raised_as(failed, but=(ReplayError,)):  # status 1 is a step that differs, and no failure of the replay
+        with raised_as(failed, but=(ReplayError,)):  # status 1 means a step that differs
             return replay(arguments, sys.stdout)
 
     return command_line.exit_status(work)

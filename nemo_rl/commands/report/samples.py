@@ -273,7 +273,7 @@ class SampleIndex:
     _table: sqlite3.Connection = field(init=False)
 
     def __post_init__(self) -> None:
-        # A file without a name is on disk, and is removed when the process ends.
+        # A database without a name is a file on disk, which is removed when the process ends.
         self._table = sqlite3.connect("", check_same_thread=False)
         self._table.execute(
             f"CREATE TABLE samples (number INTEGER PRIMARY KEY AUTOINCREMENT, {_TABLE}, file, place, size)"
@@ -364,7 +364,7 @@ class SampleIndex:
                     rows.append([*summary, str(path), place, len(line)])
                 place += len(line)
         marks = ", ".join("?" * (len(COLUMNS) + 3))
-        with self._table:  # all of it or nothing
+        with self._table:  # a transaction: all rows of a file or none
             self._table.execute("DELETE FROM samples WHERE file = ?", (str(path),))
             self._table.executemany(f"INSERT INTO samples ({_SHOWN}, file, place, size) VALUES ({marks})", rows)
         return _Read(state, num_damaged)

@@ -255,7 +255,7 @@ class Search:
     def _judge(self, candidate: Candidate, seconds: Seconds) -> Fitting | Rejected:
         layout, section = candidate.layout, self.job.section
         packs = section.sequence_packing.enabled or section.dynamic_batching.enabled
-        ruled = (layout, candidate.offload, 0 if packs else candidate.rows)  # what rules depend on
+        ruled = (layout, candidate.offload, 0 if packs else candidate.rows)  # all that rules depend on
         if ruled not in self._broken:
             self._broken[ruled] = self._broken_rule(candidate)
         if self._broken[ruled]:

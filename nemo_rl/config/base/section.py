@@ -210,7 +210,7 @@ def with_rest(section: type[Section], values: Mapping[str, Any]) -> dict[str, An
     """Move the keys that a section does not declare into the mapping that takes such keys (`rest`)."""
     own, rest = known_keys(section), values.get(section.rest, {})
     if not isinstance(rest, Mapping):
-        return dict(values)  # its type is refused
+        return dict(values)  # pydantic refuses its type
     others = {key: value for key, value in values.items() if key not in own}
     return {
         **{key: values[key] for key in values if key in own},

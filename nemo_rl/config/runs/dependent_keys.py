@@ -53,7 +53,7 @@ def fill_dependent_keys(config: RunConfig) -> None:
         _fill_parsers(config.env, config.generation)
     if isinstance(config, RolloutMasterConfig) and config.logger.record_modules:
         section = config.policy.dtensor_cfg
-        section.compile_layers = bool(section.compile_layers)  # compiled layers call no modules
+        section.compile_layers = bool(section.compile_layers)  # compiled layers do not call the recorded modules
     _fill_paths(config)
     if isinstance(config, RolloutMasterConfig | EvalMasterConfig):
         _fill_gym(config.env.get(NEMO_GYM))
@@ -175,7 +175,7 @@ def _fill_overlap(
     if asked is None or (isinstance(asked, AsyncGRPOConfig) and not asked.enabled):
         return
     own = algorithm.overlap
-    filled = asked.overlap.model_copy(update={"validation": own.validation})  # NeMo RL has no key for it
+    filled = asked.overlap.model_copy(update={"validation": own.validation})  # NeMo RL has no such key
     _refuse_other_value(f"{section}.overlap", own, filled, name)
     algorithm.overlap = filled
     recomputes = asked.recompute_kv_cache_after_weight_updates

@@ -37,7 +37,7 @@ def check_device(config: RunConfig, gpu_count: int) -> None:
             "each machine (docs/machines/cluster.md) and set RAY_ADDRESS, or set cluster.num_nodes=1."
         )
     if not cluster.uses_gpu or not (config.models or config.policy.generation):
-        return  # with a model at an endpoint nothing of the run computes on a GPU
+        return  # the model is at an endpoint, so the run needs no GPU
     if gpu_count == 0:
         raise ConfigError(
             f"cluster.device={cluster.device}, but this machine has no GPU. To run on the CPU use "

@@ -223,7 +223,7 @@ class RolloutMasterConfig(MasterConfig):
     def findings(self) -> Findings:
         yield from super().findings()
         yield from check_judges(self.judges, self.cluster)
-        if not self.data.has_user_data:  # its environments are known later
+        if not self.data.has_user_data:  # the environments of user data are known later
             used, generation = {name for _, name in self.env_entries()}, self.policy.generation
             yield from check_nemo_gym(self.env, used, self.cluster)
             yield from check_http_server(self.generation_key, generation, self.env, used)

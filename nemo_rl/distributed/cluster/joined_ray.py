@@ -89,7 +89,7 @@ def _await_raylet(node: Node) -> None:
             note_death(node, f"{what} has ended, and the run's workers with it. {logs} {_GO_ON}")
             return
         except OSError:
-            pass  # the connection was closed; the next attempt shows why
+            pass  # the connection was closed; the next attempt shows the reason
         time.sleep(_RETRY_S)
 
 

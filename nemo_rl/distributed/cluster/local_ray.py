@@ -180,7 +180,7 @@ def expect_deaths() -> None:
     """Let `note_death` take effect from now on, until this process ends."""
     global _death
     _death = None
-    # Registered after Ray's own handler, so called before Ray ends the daemons.
+    # This handler is registered after Ray's own, so Python calls it before Ray's handler ends the daemons.
     atexit.register(_expect_ends)
 
 
@@ -198,7 +198,7 @@ def _await_end(node: Node, name: str, process: subprocess.Popen[bytes]) -> None:
     what = f"The {_ROLES[name]} of this run's Ray ({name}, pid {process.pid})"
     log_path = f"{node.get_logs_dir_path()}/{name}.out"
     if _await_stop(process):
-        # Before the kill: if Ray's C++ code in this process waits for the daemon, it ends this process without a word.
+        # This comes before the kill: Ray's C++ code, if it waits for the daemon, ends this process without a message.
         note_death(node, _death_message(what, None, log_path))
         process.kill()
     note_death(node, _death_message(what, process.wait(), log_path))
@@ -209,7 +209,7 @@ def _await_stop(process: subprocess.Popen[bytes]) -> bool:
     try:
         descriptor = os.pidfd_open(process.pid)
     except (AttributeError, ProcessLookupError):
-        return False  # another system than Linux, or it has ended
+        return False  # not Linux, or the process has ended
     try:
         ended = select.poll()
         ended.register(descriptor, select.POLLIN)

@@ -159,7 +159,7 @@ class _ChunkedTokenLogprobs(torch.autograd.Function):
         grad_logprobs_Nk = columns(grad_logprobs_N)
         grad_targets_Nk = grad_logprobs_Nk if here_Nk is None else grad_logprobs_Nk * here_Nk
         if grad_entropy_N is not None and not grad_entropy_N.is_cuda and not grad_entropy_N.any():
-            grad_entropy_N = None  # not on a GPU: waiting for the device would cost more than it saves
+            grad_entropy_N = None  # not on a GPU, where the check would wait for the device
         gradients = _Gradients(ctx, head, hidden_ND)
         grad_logits = fused_on_gpu(_grad_logits, hidden_ND)
         for start in range(0, hidden_ND.shape[0], ctx.chunk_size):
@@ -167,7 +167,7 @@ class _ChunkedTokenLogprobs(torch.autograd.Function):
             y_nV = head.logits(hidden_ND[part])
             x_nV = logits_of_density(y_nV, targets_N[part], ctx.density, ctx.group)
             if ctx.transform.cap is None:
-                y_nV = x_nV  # y is not needed again: release its memory
+                y_nV = x_nV  # releases y, which is not needed again
             grad_entropy_n = None if grad_entropy_N is None else grad_entropy_N[part]
             entropy_n = lse_N[part] - mean_N[part]
             grad_x_nV = grad_logits(x_nV, lse_N[part], grad_logprobs_Nk[part], entropy_n, grad_entropy_n)

@@ -97,7 +97,7 @@ def scalar_outputs(hidden_KD: Tensor, weight_1D: Tensor, bias_1: Tensor | None =
     Returns:
         `[K]` float32 (float64 for float64 inputs).
     """
-    outputs_K = torch.mv(widen(hidden_KD), widen(weight_1D)[0])  # not a view, of which FSDP would warn
+    outputs_K = torch.mv(widen(hidden_KD), widen(weight_1D)[0])  # FSDP would warn about a view
     return outputs_K if bias_1 is None else outputs_K + widen(bias_1)
 
 

@@ -29,7 +29,7 @@ def bind_free_port(address: str, low: int | None, high: int | None) -> socket.so
     """
     candidates = [0]
     if low is not None and high is not None:
-        # Not Python's global generator: a run seeds it, so equal runs would try the same ports.
+        # Python's global generator is not used, because a run seeds it and equal runs would try the same ports.
         candidates = random.SystemRandom().sample(range(low, high + 1), high + 1 - low)
     for port in candidates:
         bound = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)

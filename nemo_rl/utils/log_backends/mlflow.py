@@ -50,7 +50,7 @@ class MLflowLogger(LoggerInterface):
             if artifact_location and mlflow.get_experiment_by_name(cfg.experiment_name) is None:
                 mlflow.create_experiment(cfg.experiment_name, artifact_location=artifact_location)
             mlflow.set_experiment(cfg.experiment_name)
-        # MLflow keeps the active run per thread, and the monitor of the machines logs from another one.
+        # MLflow keeps the active run per thread, and the monitor of the machines logs from another thread.
         self._run_id: str = mlflow.start_run(run_id=cfg.run_id, run_name=cfg.run_name).info.run_id
 
     @override

@@ -37,7 +37,7 @@ class TrackioLogger(RunTracker):
             )
         if "TRACKIO_DIR" not in os.environ:
             os.environ["TRACKIO_DIR"] = TrackioLogger._first_folder = folder
-        import trackio  # reads the variable
+        import trackio  # reads the variable when it is imported
 
         try:
             with handlers_kept():

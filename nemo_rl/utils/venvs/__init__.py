@@ -196,7 +196,7 @@ def _reason(folder: Path, name: str, found: Mapping[str, str]) -> str:
 
 def _make(final: Path, name: str, wanted: VenvConfig, found: Mapping[str, str], uv: Uv) -> None:
     mine = f".{name}.making-{os.uname().nodename}-"
-    for left in final.parent.glob(f"{mine}*"):  # left by a process that died: a living one would hold the lock
+    for left in final.parent.glob(f"{mine}*"):  # its process has died: a living one would hold the lock
         shutil.rmtree(left, ignore_errors=True)  # its uv may still write; the next call removes the rest
     making = final.parent / f"{mine}{os.getpid()}"
     try:

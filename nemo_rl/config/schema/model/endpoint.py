@@ -15,7 +15,7 @@ _OURS = ("messages", "model", "n", "stream")
 
 def _variable_name(name: str) -> str:
     if not (name.isascii() and name.isidentifier()):
-        # The text is not repeated: it may be the key.
+        # The message does not repeat the text, because the text may be the key itself.
         raise PydanticCustomError(
             "api_key_env", "it is no name of an environment variable. Export the key in a variable and give its name"
         )
