@@ -242,7 +242,7 @@ def validated[Config: Section](
     except OmegaConfBaseException as error:
         values, failure = unresolved, _unresolvable(error, sources)
     known = known_keys(schema)
-    values = {key: value for key, value in values.items() if has_key(known, key)}  # without keys for interpolations only
+    values = {key: value for key, value in values.items() if has_key(known, key)}  # drops variables of interpolations
     lines = [*_take_out_not_built(schema, values, sources), *unusable_values(schema, values, unresolved, sources)]
     try:
         config = schema.model_validate(values)
