@@ -288,7 +288,7 @@ class SampleIndex:
 
     @property
     def num_known(self) -> int:
-        """The number of samples that are shown, which is fast to get while nothing is read."""
+        """The number of samples that are shown, which is counted once after each reading."""
         return int(self._known_now()["known"])
 
     @property

@@ -175,7 +175,7 @@ HOST_LINK_GB_S = 25.0
 HOST_MEMORY_GB_S = 10.0
 """Bandwidth of host memory for the optimizer of one rank."""
 _COMPUTED_AGAIN = {"none": 0.0, "selective": 0.15, "full": 1.0}
-"""Forward passes in which a backward pass computes activations again."""
+"""Share of a forward pass that a backward pass computes again, by kind of recomputation."""
 _TWO_BYTES, _FOUR_BYTES, _STATE_BYTES = 2, 4, 16
 
 

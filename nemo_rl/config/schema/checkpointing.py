@@ -54,7 +54,7 @@ class CheckpointingConfig(Section):
     keep_top_k: Count | None = 3
     """Best checkpoints kept besides the newest one; null: all."""
     save_period: Amount = 10
-    """Save every this many steps."""
+    """Steps from one save to the next."""
     checkpoint_must_save_by: Annotated[str, Field(pattern=r"^\d+:\d\d:[0-5]\d:[0-5]\d$")] | None = None
     """Wall-clock limit DD:HH:MM:SS after which the run saves and ends; null: none."""
     signal_grace_s: Seconds = 600.0

@@ -127,7 +127,7 @@ def _choose_segments(
 def _preference(
     members: Sequence[NodeRoom], size: int, segment_size: int, count: int, bundle: Mapping[str, float]
 ) -> tuple[bool, int]:
-    """Return the sort key of a domain: free domains come first, and for a short segment small domains."""
+    """Return the sort key of a domain: free domains come first, then small domains if the segment is short."""
     is_taken = not all(node.holds(count, bundle, now=True) for node in members[:size])
     return is_taken, len(members) if size < segment_size else 0
 

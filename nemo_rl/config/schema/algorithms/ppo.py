@@ -74,10 +74,10 @@ class PPOConfig(RewardedTrainingConfig):
     max_num_steps: Amount = 100_000
     """Training stops after this many steps."""
     max_num_epochs: Epochs = 100_000
-    """Training stops after this many passes over the training data; -1: no limit. With data.train.<i>.weight a pass
-    is as many prompts as all data sets have rows."""
+    """Training stops after this many passes over the training data; -1: no limit. With data.train.<i>.weight one pass
+    has as many prompts as all data sets together have rows."""
     val_period: AmountOrMinusOne = 20
-    """Validate every this many steps; 0 or -1: only at start or end."""
+    """Steps from one validation to the next; 0 or -1: only at start or end."""
     ppo_epochs: Count = 4
     """Passes over the samples of a step, by the policy and by the critic; each makes all updates of the step again."""
     policy_training_start_step: AmountOrZero = 0

@@ -47,8 +47,8 @@ class RolloutTrainingConfig(Section):
     max_num_steps: Amount = 1_000_000
     """Training stops after this many steps."""
     max_num_epochs: Epochs = 1
-    """Training stops after this many passes over the training data; -1: no limit. With data.train.<i>.weight a pass
-    is as many prompts as all data sets have rows."""
+    """Training stops after this many passes over the training data; -1: no limit. With data.train.<i>.weight one pass
+    has as many prompts as all data sets together have rows."""
     max_rollout_turns: Count = 1
     """Most turns of model and environment in one rollout."""
     max_episode_tokens: Tokens | None = None
@@ -63,7 +63,7 @@ class RolloutTrainingConfig(Section):
     """Exclude answers that hit the length limit from the loss; their rewards still count in the baseline of the other
     answers."""
     val_period: AmountOrMinusOne = 10
-    """Validate every this many steps; 0 or -1: only at start or end."""
+    """Steps from one validation to the next; 0 or -1: only at start or end."""
     val_start_at: AmountOrMinusOne = -1
     """First step at which periodic validation may run; -1: no delay."""
     val_at_start: bool = False

@@ -25,15 +25,15 @@ class SupervisedConfig(Section):
     max_num_steps: CountOrAll = 60
     """Training stops after this many steps; -1: never."""
     max_num_epochs: Epochs = 1
-    """Training stops after this many passes over the training data; -1: no limit. With data.train.<i>.weight a pass
-    is as many rows as all data sets have."""
+    """Training stops after this many passes over the training data; -1: no limit. With data.train.<i>.weight one pass
+    has as many rows as all data sets together."""
     max_idle_steps: Count = 5
     """The run ends with an error after this many steps in a row without an update: no sample counts in the loss, or the
     gradients are not finite."""
     seed: Seed = 42
     """Seed of data order and initialisation."""
     val_period: CountOrAll = 10
-    """Validate every this many steps; 0 or -1: only at start or end."""
+    """Steps from one validation to the next; 0 or -1: only at start or end."""
     val_at_start: bool = True
     """Validate before the first step."""
     val_at_end: bool = False
@@ -126,7 +126,7 @@ class DPOConfig(SupervisedConfig):
     max_num_steps: CountOrAll = 150
     """Training stops after this many steps; -1: never."""
     val_period: CountOrAll = 25
-    """Validate every this many steps; 0 or -1: only at start or end."""
+    """Steps from one validation to the next; 0 or -1: only at start or end."""
     val_global_batch_size: Count = 8
     """Pairs of one validation batch."""
     reference_policy_kl_penalty: Factor = 0.05
@@ -159,7 +159,7 @@ class RMConfig(SupervisedConfig):
     max_num_steps: CountOrAll = -1
     """Training stops after this many steps; -1: never."""
     val_period: CountOrAll = 16
-    """Validate every this many steps; 0 or -1: only at start or end."""
+    """Steps from one validation to the next; 0 or -1: only at start or end."""
     val_at_start: bool = False
     """Validate before the first step."""
     val_batches: CountOrAll = -1

@@ -63,7 +63,7 @@ class MegatronOptimizerConfig(Section):
     optimizer_offload_fraction: Annotated[float, OnlyWith("optimizer_cpu_offload")] = Field(default=0.0, ge=0.0, le=1.0)
     """Share of the optimizer state that optimizer_cpu_offload moves."""
     overlap_cpu_optimizer_d2h_h2d: Annotated[bool, OnlyWith("optimizer_cpu_offload")] = False
-    """With optimizer_cpu_offload: copy during the update."""
+    """With optimizer_cpu_offload: copy between GPU and host during the update."""
     clip_grad: FactorOrZero | None = derived("${...max_grad_norm}")
     """Norm to which the whole gradient is clipped; 0 or null: no clipping."""
 
@@ -288,11 +288,11 @@ class MegatronConfig(BackendSection):
     """Loss that spreads tokens evenly over experts, if any: computed over the tokens of a microbatch, of each sequence,
     or of all ranks."""
     moe_aux_loss_coeff: FactorOrZero | None = None
-    """Factor of that loss; null: router_aux_loss_coef of the model's configuration, or 0."""
+    """Factor of the loss that spreads tokens; null: router_aux_loss_coef of the model's configuration, or 0."""
     moe_router_enable_expert_bias: bool | None = None
     """Add a bias per expert in the choice of experts; null: as in the model."""
     moe_router_bias_update_rate: FactorOrZero = 0.0
-    """Change of that bias per update, in favour of experts with few tokens."""
+    """Change of the bias of an expert per update, in favour of experts with few tokens."""
     moe_router_num_groups: Count | None = None
     """Number of groups that the experts are divided into; null: as in the model."""
     moe_router_group_topk: Count | None = None
