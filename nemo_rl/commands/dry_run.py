@@ -1,4 +1,4 @@
-"""Describe a run without starting it: layout, arithmetic of a step, memory by phase, checkpoint, and whether it fits.
+"""Describes a run without starting it: layout, arithmetic of a step, memory by phase, checkpoint, and whether it fits.
 
 This is `--dry-run` of every example script (`command_line`). It makes the checks of `launch.checks` that read neither
 tokenizers nor data; what it finds out about this machine is shown and does not count. Invariant: nothing is started or
@@ -50,7 +50,7 @@ class Description:
     text: str
     """The printed text."""
     forecast: MemoryForecast
-    """Its memory, and what does not fit."""
+    """Predicted memory of the run, and what does not fit."""
     checkpoint: int | None
     """Bytes of one checkpoint; None if none is written or a backend does not estimate it."""
 

@@ -1,4 +1,4 @@
-"""Define `nemo_rl init`, which writes a configuration and a reward to start from.
+"""Defines `nemo_rl init`, which writes a configuration and a reward to start from.
 
 Invariant: the two files train as they are, and no file is replaced.
 """

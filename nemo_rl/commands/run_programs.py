@@ -1,6 +1,7 @@
-"""Define `nemo_rl grpo` and the other commands that run a configuration.
+"""Defines `nemo_rl grpo` and the other commands that run a configuration.
 
-They import little, so that the help appears immediately. Invariant: they do what the scripts `examples/run_*.py` do.
+The module imports little, so that the help appears immediately. Invariant: the commands do what the scripts
+`examples/run_*.py` do.
 """
 
 import argparse

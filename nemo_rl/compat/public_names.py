@@ -1,4 +1,4 @@
-"""Keep the import paths of NeMo RL for names and modules that are elsewhere here or not built yet.
+"""Keeps the import paths of NeMo RL for names and modules that are elsewhere here or not built yet.
 
 A name is imported from its module when it is first used, so a public path may lead to any layer and costs nothing until
 then. `MOVED` names modules that have another path here; both paths lead to the same module. Invariant: a public name of
@@ -48,7 +48,7 @@ NOT_BUILT: dict[str, tuple[str, tuple[str, ...]]] = {
     "nemo_rl.utils.memory_tracker": ("the record of host memory by stage", ()),
     "nemo_rl.utils.nsys": ("profiling with Nsight Systems", ()),
 }
-"""Module -> feature, and the names of the module that belong to it; no names: the whole module does."""
+"""Feature that a module of NeMo RL belongs to, and the names of the module that belong to it; no names: all of them."""
 
 ELSEWHERE: dict[str, str] = {
     "nemo_rl.models.value": "a critic is a Policy (nemo_rl.models.policy.lm_policy) with reward_model_cfg.enabled, "
@@ -92,7 +92,7 @@ OTHER_NAMES: dict[str, dict[str, str]] = {
     f"nemo_rl.algorithms.{section}": {"dynamic_sampling": _DYNAMIC_SAMPLING.format(section=section)}
     for section in ("grpo", "ppo")
 }
-"""Module -> its names of NeMo RL that have no function of this name here -> what to use instead."""
+"""Replacements for names of NeMo RL that have no function of the same name here, by module and name."""
 
 MOVED: dict[str, str] = {
     "nemo_rl.environments.code_environment": "nemo_rl.kits.code.environment",
@@ -138,7 +138,7 @@ def public_names(module: str, homes: Mapping[str, str] | None = None) -> Callabl
 
 
 class _MovedModule(Loader):
-    """Loads a module of `MOVED`: the one at its path here."""
+    """Loads, for a path of NeMo RL in `MOVED`, the module at the path here."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -150,13 +150,14 @@ class _MovedModule(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # the import system has put that of the other path there
+        module.__spec__ = self._spec  # the import system has set the other path's spec
 
 
 class _MovedFinder(MetaPathFinder):
     """Finds modules of `MOVED`.
 
-    It is the first finder: the others would search a moved package for its modules, and load them a second time.
+    It is the first finder, because other finders would search a moved package for its modules and load them a second
+    time.
     """
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:

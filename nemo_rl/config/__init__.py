@@ -1,7 +1,7 @@
 """Defines every key that a user can set, and loads, overrides and checks configurations.
 
-This is the lowest layer besides `utils`: every other package receives the section it needs. Invariant: importing this
-package loads neither torch nor ray.
+The package is the lowest layer of the library besides `utils`, and every other package receives the sections of the
+configuration that it needs. Invariant: importing this package loads neither torch nor ray.
 """
 
 from nemo_rl.config.base.hidden_values import public_text, public_values

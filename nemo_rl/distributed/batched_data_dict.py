@@ -1,11 +1,11 @@
-"""Carry a batch: tensors and lists that share axis 0.
+"""Holds a batch: tensors and lists that share axis 0.
 
 `worker_groups` shards and moves batches. `data.packing` plans the microbatches of packed or similar-length sequences;
 `select_indices` applies the plan here. Invariant: every value has one entry per sample; an operation on rows treats all
 values alike.
 
-A batch that Ray delivered may be in shared memory that other processes read: copy before
-writing into its tensors (`select_indices`, `from_batches`, `repeat_interleave` and `clone` copy).
+A batch that Ray delivered may be in shared memory that other processes read, so its tensors must be copied before they
+are changed. `select_indices`, `from_batches`, `repeat_interleave` and `clone` return copies.
 """
 
 import copy
@@ -64,10 +64,10 @@ class BatchedDataDict[DictT: Mapping[str, Any]](UserDict):
         """Check that all values have the same number of rows.
 
         Returns:
-            That number.
+            The number of rows.
 
         Raises:
-            DataError: rows differ, or a value is neither tensor nor list.
+            DataError: numbers of rows differ, or a value is neither tensor nor list.
         """
         rows = {key: _rows(key, value) for key, value in self.data.items()}
         if len(set(rows.values())) > 1:
@@ -228,7 +228,7 @@ class BatchedDataDict[DictT: Mapping[str, Any]](UserDict):
         )
 
     def all_gather(self, group: dist.ProcessGroup) -> Self:
-        """Join the batches of all ranks of `group`, in rank order, in a call that every rank must make."""
+        """Join the batches of all ranks of `group`, in rank order. Every rank must make this call."""
         parts: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(parts, self, group=group)
         return type(self).from_batches(parts)

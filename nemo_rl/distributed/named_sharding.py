@@ -1,7 +1,7 @@
-"""The position of each worker on the named parallel axes.
+"""Defines the position of each worker on the named parallel axes.
 
-It decides which worker receives which shard and whose answer counts. Invariant: a layout holds each worker id exactly
-once; axes are named, never numbered, outside this file.
+The position decides which worker receives which shard and whose answer counts. Invariant: a layout holds each worker id
+exactly once; axes are named, never numbered, outside this file.
 """
 
 from collections.abc import Mapping, Sequence
@@ -82,7 +82,7 @@ class NamedSharding:
 
     @cached_property
     def _positions(self) -> dict[int, int]:
-        """Position of each worker in the flattened layout, as every call of a group needs it for all workers."""
+        """Position of each worker in the flattened layout, cached because every call of a group needs it."""
         return {int(worker): position for position, worker in enumerate(self._layout.ravel())}
 
     def get_worker_coords(self, worker_id: int) -> dict[str, int]:

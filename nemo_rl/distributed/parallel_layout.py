@@ -1,8 +1,8 @@
-"""Describe the task of each rank of a model: its position on the parallel axes, its rows, whether its results count.
+"""Describes the task of each rank of a model: its position on the parallel axes, its rows, whether its results count.
 
-It is made once from the configuration. The controller shards inputs and collects results by it, worker groups get it as
-a `NamedSharding`, and ranks build their device mesh from it (`process_group.device_mesh`). Invariant: ranks are
-numbered row by row over `AXES`, and only this file converts a rank number into a data-parallel rank.
+A `ParallelLayout` is made once from the configuration. With it, the controller shards inputs and collects results,
+worker groups get a `NamedSharding`, and ranks build their device mesh (`process_group.device_mesh`). Invariant: ranks
+are numbered row by row over `AXES`, and only this file converts a rank number into a data-parallel rank.
 """
 
 import math
@@ -26,7 +26,8 @@ class ParallelLayout:
     dp_replicate: int = 1
     """Copies of the sharded model (HSDP)."""
     dp_shard: int = 1
-    """Ranks over which a copy is sharded; together with `dp_replicate`, ranks that train on different rows."""
+    """Ranks over which a copy is sharded. Ranks that differ on this axis or on `dp_replicate` train on different
+    rows."""
     cp: int = 1
     """Ranks that divide the tokens of the same rows."""
     tp: int = 1
@@ -71,11 +72,11 @@ class ParallelLayout:
         )
 
     def data_parallel_rank(self, rank: int) -> int:
-        """Return the data-parallel rank of a rank, so that ranks that differ only on other axes get the same rows."""
+        """Return the data-parallel rank of a rank, which is the same for ranks that differ only on other axes."""
         return self.sharding.get_worker_coords(rank)["data_parallel"]
 
     def random_path(self, rank: int) -> tuple[int, ...]:
-        """Return the seed path of a rank (dropout): its data-parallel rank, plus its stage unless that is the first."""
+        """Return the seed path of a rank for dropout: its data-parallel rank, and its stage if it is not the first."""
         stage = self.sharding.get_worker_coords(rank)["pipeline_parallel"]
         return (self.data_parallel_rank(rank), stage) if stage else (self.data_parallel_rank(rank),)
 
@@ -83,8 +84,8 @@ class ParallelLayout:
     def result_ranks(self) -> list[int]:
         """The rank whose loss, metrics and scores count, for each data-parallel rank in order.
 
-        The last pipeline stage has them. Tensor-parallel ranks hold equal copies. So do context-parallel ranks: a
-        backend joins the results for their tokens into scores of whole rows before it returns them.
+        The last pipeline stage has these results. Tensor-parallel ranks hold equal copies. So do context-parallel
+        ranks: a backend joins the results for their tokens into scores of whole rows before it returns them.
         """
         return self.sharding.get_ranks_by_coord(pipeline_parallel=self.pp - 1, context_parallel=0, tensor_parallel=0)
 

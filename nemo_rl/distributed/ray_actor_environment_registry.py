@@ -1,4 +1,4 @@
-"""Choose the Python on which each kind of actor runs, and make it available on every node before an actor starts.
+"""Chooses the interpreter for each kind of actor, and makes it available on every node before an actor starts.
 
 Invariant: unless the user configures otherwise, every actor runs on the driver's interpreter. If an environment cannot
 be made on some node, the run ends before its first step with an error that names the node.
@@ -32,7 +32,7 @@ ACTOR_ENVIRONMENT_REGISTRY: dict[str, str] = {
     "nemo_rl.environments.math_environment.MathEnvironment": PY_EXECUTABLES.SYSTEM,
     "nemo_rl.environments.math_environment.MathMultiRewardEnvironment": PY_EXECUTABLES.SYSTEM,
 }
-"""Dotted path of a class -> one of `PY_EXECUTABLES` or similar text; programs may add and change entries.
+"""One of `PY_EXECUTABLES` or a similar text, by the dotted path of a class. Programs may add and change entries, but
 `cluster.venvs` takes precedence."""
 
 _REPLY_S = 30.0
@@ -40,7 +40,7 @@ _rebuilt: set[str] = set()
 
 
 def get_actor_python_env(actor_class_fqn: str) -> str:
-    """Return the entry of a class, or the driver's interpreter for a class without one."""
+    """Return the interpreter that is registered for a class, or the driver's interpreter for any other class."""
     if USE_SYSTEM_EXECUTABLE:
         return PY_EXECUTABLES.SYSTEM
     return ACTOR_ENVIRONMENT_REGISTRY.get(actor_class_fqn, PY_EXECUTABLES.SYSTEM)
@@ -55,7 +55,7 @@ def make_actor_runtime_env(
         actor_class_fqn: dotted path of the class.
         venv: the class's entry in `cluster.venvs`; None reads the registry.
         name: name of the environment; empty: the dotted path.
-        timeout_s: seconds for making it.
+        timeout_s: time limit in seconds for making the environment.
 
     Raises:
         ConfigError, VenvError, DeadlineExceededError: as in `create_local_venv_on_each_node`.
@@ -79,7 +79,7 @@ def create_local_venv_on_each_node(
 
     Raises:
         ConfigError: there is no such extra, or the text cannot be parsed.
-        VenvError: it could not be made on some nodes (each is named), or the nodes' paths differ.
+        VenvError: the environment could not be made on some nodes (each is named), or the nodes' paths differ.
     """
     wanted = parse_py_executable(py_executable) if isinstance(py_executable, str) else py_executable
     if wanted is None:
@@ -88,7 +88,7 @@ def create_local_venv_on_each_node(
     force = is_set("NRL_FORCE_REBUILD_VENVS") and venv_name not in _rebuilt
     _rebuilt.add(venv_name)
     here, end = ray.get_runtime_context().get_node_id(), time.monotonic() + timeout_s
-    if wanted.extras is not None:  # once, here: nodes that share the checkout would all write it
+    if wanted.extras is not None:  # once, here: nodes may share the checkout, and would all write the file
         update_lock(Uv(end, f"Making the environment {venv_name!r}"))
     # Forward only this uv variable: everyone can read a runtime environment, and other uv variables hold passwords.
     shared = {key: os.environ[key] for key in ("UV_OFFLINE",) if key in os.environ}

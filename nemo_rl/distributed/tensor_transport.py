@@ -1,4 +1,4 @@
-"""Make torch tensors cheap to pickle, so Ray moves them through shared memory without copies.
+"""Makes torch tensors cheap to pickle, so that Ray moves them through shared memory without copies.
 
 `batched_data_dict` packs itself with this when it leaves a process; `worker_process` packs every result. Pickling a
 torch tensor copies its bytes; pickling a numpy view of the same memory passes the buffer itself to pickle protocol 5,
@@ -16,7 +16,7 @@ import torch
 # (possibly large) shared-memory object alive that it arrived in.
 COPY_BELOW_BYTES = 64 * 1024
 
-# numpy has no such dtypes; they are sent as integers of the same width.
+# numpy lacks some of torch's dtypes. Tensors of these dtypes are sent as integers of the same width.
 _INTEGER_VIEW = {1: torch.uint8, 2: torch.int16}
 _NATIVE_DTYPES = frozenset(
     {
@@ -83,9 +83,9 @@ def _restore_tensor(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
 def pack_tensors(value: Any) -> Any:
     """Replace each tensor inside nested lists, tuples and dicts by a `PackedTensor`.
 
-    Containers are rebuilt; other objects are returned as they are. So are sparse, quantized and distributed tensors,
-    which torch itself pickles. A list of objects whose class has `pack_list` is what that returns for it: pickling
-    thousands of objects one by one takes longer than pickling their columns.
+    Containers are rebuilt; other objects are returned as they are. Sparse, quantized and distributed tensors, which
+    torch itself pickles, are returned as they are too. A list of objects whose class has `pack_list` is replaced by the
+    result of `pack_list`, because pickling thousands of objects one by one takes longer than pickling their columns.
 
     Args:
         value: anything picklable.

@@ -1,4 +1,4 @@
-"""Start or join Ray, and reserve the places of worker processes.
+"""Starts or joins Ray, and reserves the places of worker processes.
 
 A run calls `init_ray` once and makes a `RayVirtualCluster` for each set of machines; `worker_groups` puts one worker
 into each reserved bundle. Invariant: a local Ray serves this run only, on loopback addresses; an existing cluster is
@@ -44,7 +44,7 @@ _RESERVE_TIMEOUT_S = 5.0
 _NOTICE_TIMEOUT_S = 90.0
 """Seconds to notice a lost node; longer than Ray's health checks take by default."""
 _RESCHEDULE_TIMEOUT_S = 20.0
-"""Seconds from then on; Ray moves bundles immediately if there is room."""
+"""Seconds from that moment until bundles are moved, which Ray does immediately if there is room."""
 _RAY_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Under `uv run` Ray would build the whole environment again for each worker, from the driver's
@@ -213,7 +213,7 @@ class RayVirtualCluster:
         return self._cpus_of(living_nodes()) if self._cpus_per_bundle is None else self._cpus_per_bundle
 
     def _cpus_of(self, nodes: Sequence[NodeRoom]) -> float:
-        """Return CPUs per bundle so that the bundles fit on every node used, assuming they take the largest nodes."""
+        """Return the CPUs per bundle with which the bundles fit on every node used, if they take the largest nodes."""
         if self._cpus_per_bundle is not None:
             return self._cpus_per_bundle
         cpus = sorted((node.total.get("CPU", 0.0) for node in nodes), reverse=True) or [0.0]
@@ -331,7 +331,7 @@ class RayVirtualCluster:
     def _try_reserve(self, nodes: Sequence[str], bundle: dict[str, float]) -> list[PlacementGroup] | None:
         unique = f"{self.name or 'cluster'}-{uuid.uuid4().hex[:8]}"
         groups = [
-            # Soft: if this node is lost later, Ray may move its bundles to another node.
+            # The node is only a soft target, so that Ray may move the bundles if the node is lost later.
             placement_group([bundle] * count, "STRICT_PACK", f"{unique}-{entry}", _soft_target_node_id=node)
             for entry, (count, node) in enumerate(zip(self._bundle_counts, nodes, strict=True))
         ]

@@ -141,7 +141,7 @@ class RayWorkerGroup:
         return self.sharding_annotations.shape.get("data_parallel", 1)
 
     def get_dp_leader_worker_idx(self, dp_shard_idx: int) -> int:
-        """Return the worker that is first on all other axes for a data-parallel position."""
+        """Return the worker at a position of the data-parallel axis that is first on all other axes."""
         sharding = self.sharding_annotations
         first = {name: 0 for name in sharding.names if name != "data_parallel"}
         return sharding.get_ranks_by_coord(data_parallel=dp_shard_idx, **first)[0]
@@ -170,7 +170,7 @@ class RayWorkerGroup:
             *args: positional arguments; each is stored once for all workers.
             run_rank_0_only_axes: call only workers at position 0 of these axes.
             workers: call only these workers.
-            **kwargs: keyword arguments, likewise.
+            **kwargs: keyword arguments; each is stored once too.
         """
         self._refuse_when_dead()
         at_zero = workers_at_zero(self.sharding_annotations, run_rank_0_only_axes or [])
@@ -338,12 +338,13 @@ class RayWorkerGroup:
     def restart_workers(self, worker_idxs: Sequence[int], timeout_s: float = 900.0) -> None:
         """Replace the processes and worker objects of whole blocks of `ranks_per_unit` workers, all at the same time.
 
-        Only for groups with a `ranks_per_unit`. Old processes that still run are killed, and all new ones if one fails.
+        Only for groups with a `ranks_per_unit`. Old processes that still run are killed, and all new ones are killed if
+        one fails.
 
         Raises:
             DeadlineExceededError, WorkerDiedError, Exception: as in the constructor.
             NodeLostError: workers that cannot be replaced were on a lost node, so the run is over.
-            ResourceInsufficientError: their node was lost, and no other has room.
+            ResourceInsufficientError: their node was lost, and no other node has room.
             ConfigError: another node has room, but differs in code or folders.
             WorkerDiedError: the group was shut down, perhaps during the restart.
         """
@@ -372,7 +373,7 @@ class RayWorkerGroup:
         """Return in one line why `restart_all` is necessary, or None if it is not.
 
         If a worker is lost, all are killed, and their lost nodes do not keep other groups from being restarted.
-        Arguments and errors as `workers.lifetime.find_loss`.
+        Arguments and errors are those of `workers.lifetime.find_loss`.
         """
         if self._cause_of_death is None and (loss := find_loss(self._slots, silence_is_loss=silence_is_loss)):
             self.end(loss)

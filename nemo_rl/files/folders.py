@@ -1,4 +1,4 @@
-"""Lock folders, so that two runs never write into one, and make private folders where other users may write too."""
+"""Locks folders, so that two runs never write into one, and makes private folders where other users may write too."""
 
 import errno
 import fcntl
@@ -17,7 +17,7 @@ _LOCK_FILE = ".writer.lock"
 class FolderLock:
     """A lock that allows one process to write below a folder.
 
-    It does not exclude other locks of the same process: use one owner per folder there.
+    Another lock of the same process is not excluded, so a process must use one lock for each folder.
 
     Args:
         folder: the folder; it need not exist yet.
@@ -35,8 +35,8 @@ class FolderLock:
     def acquire(self) -> bool:
         """Take the lock without waiting, and return whether it is held now.
 
-        False if another process holds it, or if the folder is missing or read-only. On a file system
-        without locks the result is True, with a warning.
+        The result is False if another process holds the lock, or if the folder is missing or read-only. On a file
+        system without locks the result is True, with a warning.
         """
         if self.is_held:
             return True
@@ -81,7 +81,8 @@ def require_own(folder: Path, advice: str) -> Path:
         advice: last sentence of the error: what to do instead.
 
     Raises:
-        ConfigError: it is a link or not a folder, belongs to another user, or others may write to it or replace it.
+        ConfigError: the folder is a link or no folder, belongs to another user, or others may write to it or replace
+            it.
     """
     folder = Path(os.path.realpath(folder.parent)) / folder.name
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -139,5 +140,5 @@ def _trusted_owners() -> set[int]:
         if _USER_MAP.read_text().split() != _WHOLE_MAP:
             trusted.add(int(_OVERFLOW_UID.read_text()))
     except OSError:
-        return trusted  # not Linux
+        return trusted  # the system is not Linux
     return trusted

@@ -1,4 +1,4 @@
-"""Download files of a repository of the Hugging Face hub, with a bar or log lines that say how much has arrived.
+"""Downloads files of a repository of the Hugging Face hub, with a bar or log lines that say how much has arrived.
 
 `huggingface_hub` does the work: its cache, its locks between processes, its attempts (a broken connection is continued
 where it broke), and its deadlines (`HF_HUB_DOWNLOAD_TIMEOUT` seconds without a byte). Invariant: nothing is asked of
@@ -115,7 +115,7 @@ def _arrived_megabytes(bars: Sequence[tqdm]) -> int:
 
 
 def _bars_of(bars: list[tqdm]) -> type[tqdm]:
-    """Return a class of bars that show nothing, and add bars that count bytes to `bars`."""
+    """Return a class of bars that show nothing and that add themselves to `bars` if they count bytes."""
 
     class Silent(tqdm):
         """A bar that only counts."""

@@ -1,4 +1,4 @@
-"""Store the checksums of a folder's files, and find files that have changed since.
+"""Stores the checksums of a folder's files, and finds files that have changed since.
 
 CRC-32 detects disk errors and interrupted copies (1.4 GiB/s per thread, several files at a time); it does not protect
 against deliberate changes. Invariant: the manifest is the last file written into a folder.
@@ -29,7 +29,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def replace_file(folder: Path, name: str, text: str) -> None:
-    """Replace a file in a folder with a manifest, or with none yet, and leave the folder undamaged at each moment.
+    """Replace a file in a folder that has a manifest or none yet, and keep the folder undamaged at each moment.
 
     A crash before the end leaves a manifest without this file, which then counts as unchecked.
 

@@ -1,4 +1,4 @@
-"""Read files that others may have put into a folder: only regular ones.
+"""Reads files that others may have put into a folder, and refuses all but regular files.
 
 A named pipe, a socket or a terminal would keep its reader waiting forever, and a device has no end. Invariant: nothing
 here waits for another process, whatever the path leads to.
@@ -56,7 +56,7 @@ def require_regular(path: str | os.PathLike[str]) -> None:
     """Refuse a path that exists and is no regular file, before a library opens it.
 
     Raises:
-        OSError: it is something else.
+        OSError: the path is something else.
     """
     try:
         mode = os.stat(path).st_mode
@@ -69,7 +69,7 @@ def require_regular_files(folder: str | os.PathLike[str], suffixes: Iterable[str
     """Refuse a folder that has pipes, sockets or devices, before a library opens its files by their names.
 
     Args:
-        folder: the folder, with all that is below it; one that does not exist has none.
+        folder: the folder, with everything below it; a folder that does not exist is accepted.
         suffixes: ends of the names to look at; none: all files.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Read torch distributed checkpoints (`.metadata`, `*.distcp`) without executing anything they contain.
+"""Reads torch distributed checkpoints (`.metadata`, `*.distcp`) without executing anything they contain.
 
 torch reads `.metadata` with pickle and objects between the tensors with `torch.load(weights_only=False)`. Both run code
 that the files name, and Megatron Core reads its folders through the same two functions. Invariant: within
@@ -38,7 +38,7 @@ _DAMAGED = (
 
 
 def _path(*parts: str) -> PurePath:
-    """Make a path of either system, since the place where the checkpoint was written has no use here."""
+    """Make a path that fits any system, because nothing here uses the place where the checkpoint was written."""
     return PurePosixPath(*parts)
 
 
@@ -70,7 +70,7 @@ class _Unpickler(pickle.Unpickler):
 
 @contextmanager
 def _classes_as_they_are() -> Iterator[None]:
-    """Undo and refuse changes of the classes that a pickle may name: a pickle can set attributes of what it names."""
+    """Undo and refuse changes of the classes that a pickle may name, because a pickle can set attributes of a class."""
     classes = [value for value in _ALLOWED.values() if isinstance(value, type) and value.__module__ != "torch"]
     before = [dict(vars(each)) for each in classes]
     try:
@@ -172,9 +172,9 @@ _TURN = threading.RLock()
 def only_plain_values() -> Iterator[None]:
     """Make torch's checkpoint readers, which Megatron Core calls too, refuse values that would execute code.
 
-    Read the folder's metadata by `read_metadata` first: `torch.distributed.checkpoint.load` hides the reason if it
-    cannot. Torch has no setting for this, so three of its methods are replaced within the context: in this process, for
-    one thread at a time.
+    The folder's metadata must be read with `read_metadata` first, because `torch.distributed.checkpoint.load` hides the
+    reason if it cannot be read. Torch has no setting for this, so three of its methods are replaced within the context:
+    in this process, for one thread at a time.
     """
     with _TURN:
         before = [(owner, name, getattr(owner, name)) for owner, name, _ in _READERS]

@@ -1,4 +1,4 @@
-"""Read files of `torch.save` that hold tensors and plain values, without executing anything they contain."""
+"""Reads files of `torch.save` that hold tensors and plain values, without executing anything they contain."""
 
 import pickle
 import re
@@ -13,7 +13,7 @@ from nemo_rl.files.regular_file import require_regular
 from nemo_rl.utils.errors import CheckpointError
 
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.Tensor)
-"""Types themselves, not their subclasses: to load those, code would have to be executed."""
+"""Plain types. Their subclasses are not plain, because loading them would execute code."""
 
 _DAMAGED = (
     *(ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError, OSError, RuntimeError),

@@ -1,4 +1,4 @@
-"""Write files atomically, and write output that training does not depend on."""
+"""Writes files atomically, and writes output that training does not depend on."""
 
 import logging
 import os
@@ -41,7 +41,7 @@ class OptionalOutput:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Run a block that writes, whose failure does not prevent later attempts."""
+        """Run a block that writes to the destination. Its failure is not raised and does not prevent later attempts."""
         try:
             yield
         except self._failures as error:

@@ -1,4 +1,4 @@
-"""Run code that is not this library's: it may raise errors of any kind, never end, or have to run on its own thread.
+"""Runs code that is not this library's and may raise errors of any kind, never end, or need its own thread.
 
 Only this file catches `Exception` and `BaseException`; `tests/unit/test_architecture.py` lists the exceptions to that.
 Invariant: a cancellation of the task that runs is never caught.
@@ -20,7 +20,7 @@ from nemo_rl.utils.errors import DeadlineExceededError
 
 @dataclass
 class Boundary[E: BaseException]:
-    """A block whose errors do not leave it, true if it has caught one. A comment says why they may be of any kind.
+    """A block that keeps its errors inside, and is true if it has caught one. A comment says why any kind can occur.
 
     with Boundary(Exception) as caught:  # the verifier may be the user's own code
         return verifier(answer)
@@ -64,7 +64,7 @@ def _cancels_the_task(error: BaseException) -> bool:
 
 @contextmanager
 def raised_as(named: Callable[[Exception], Exception], *, but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Replace errors of any kind, but for the kinds `but`, by what `named` makes of them, with them as the cause."""
+    """Replace errors of any kind except `but` by the result of `named`, with the original error as the cause."""
     try:
         yield
     except but:

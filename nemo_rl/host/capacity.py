@@ -1,4 +1,4 @@
-"""Measure what this machine has for a run: cores and memory within the limits of its control group, and disk space."""
+"""Measures what this machine has for a run: cores and memory within the limits of its control group, and disk space."""
 
 import errno
 import math

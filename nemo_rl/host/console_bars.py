@@ -1,9 +1,9 @@
-"""Show progress bars with the time left on a terminal: one live display of this process, a line for each bar.
+"""Shows progress bars with the time left on a terminal: one live display of this process, a line for each bar.
 
-Nothing is shown where stderr is no terminal, or one that cannot move its cursor (TERM=dumb); `waiting_log` logs lines
-there. Log records appear above the bars, because the display replaces `sys.stderr` while it is live. Invariant: the
-display never hides the cursor, so a process that is killed leaves the terminal as it was; and an error of the terminal
-(it was closed) is never raised. A forked child has no display.
+Nothing is shown if stderr is no terminal, or a terminal that cannot move its cursor (TERM=dumb); `waiting_log` then
+logs lines. Log records appear above the bars, because the display replaces `sys.stderr` while it is live. Invariant:
+the display never hides the cursor, so a process that is killed leaves the terminal as it was; and an error of the
+terminal (it was closed) is never raised. A forked child has no display.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Describe the accelerator on which a rank runs.
+"""Describes the accelerator on which a rank runs.
 
 All other code asks a `Device` for its torch device, collective backend and memory, so one code path serves CPU and
 CUDA. Invariant: the string "cuda" does not appear outside this file, weight_sync and the backend folders.
@@ -41,7 +41,7 @@ class Device:
         return "nccl" if self.is_gpu else "gloo"
 
     def torch_device(self, local_rank: int = 0) -> torch.device:
-        """Return the torch device of a rank, since Ray shows each rank its own GPU as the first one."""
+        """Return the torch device of a rank. Ray shows each rank its own GPU as the first one."""
         return torch.device("cuda", local_rank) if self.is_gpu else torch.device("cpu")
 
     def activate(self, local_rank: int = 0) -> torch.device:
@@ -90,7 +90,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Fetch a tensor without waiting, so that values from a GPU are valid only after `Device.synchronize`."""
+    """Fetch a tensor without waiting. Values from a GPU are valid only after `Device.synchronize`."""
     return tensor.to("cpu", non_blocking=True)
 
 
@@ -131,9 +131,9 @@ def exact_page_locking(own: Mapping[str, str]) -> dict[str, str]:
     """Return the variable that keeps torch from rounding larger page-locked tensors up to a power of two bytes.
 
     Args:
-        own: as for `allocator_settings`; settings of the allocators there or in this process stay.
+        own: see `allocator_settings`; other settings of the allocators, there or in this process, are kept.
     """
     name, settings = allocator_settings(own)
-    if _ROUNDS_UP_TO in settings or Version(torch.__version__) < Version("2.13"):  # which refuses the setting
+    if _ROUNDS_UP_TO in settings or Version(torch.__version__) < Version("2.13"):  # older ones refuse the setting
         return {}
     return {name: ",".join(filter(None, (settings, f"{_ROUNDS_UP_TO}:{_ROUNDED_MB}")))}

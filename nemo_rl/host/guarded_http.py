@@ -1,4 +1,4 @@
-"""Serve HTTP to clients that may be hostile: deadlines for requests, and a limit of connections.
+"""Serves HTTP to clients that may be hostile: deadlines for requests, and a limit of connections.
 
     connection made ─► unknown ─── its client proves who it is ──► known
                           └─ the oldest is closed for a newer one, if there are too many
@@ -29,21 +29,21 @@ MOST_HEADER_BYTES = 65536
 MOST_UNKNOWN = 256
 """Connections at the same time whose clients have proved nothing."""
 MOST_OF_ONE = 192
-"""Connections at the same time of one known client, unless it may have more."""
+"""Connections at the same time of one known client, unless the client may have more."""
 _RESERVE = 256
 """Files that the process can always open besides its connections."""
 _BACKLOG = 128
-"""Connections that are accepted at once, so fewer than `_RESERVE`."""
+"""Connections that are accepted at once, which must be fewer than `_RESERVE`."""
 
 
 @dataclass(eq=False)
 class _Line:
-    """A connection."""
+    """A connection of a client."""
 
     transport: asyncio.Transport
     """Transport of the connection."""
     owner: object | None = None
-    """Identity that its client has proved; None: nothing yet."""
+    """Identity that the client has proved; None if it has proved none yet."""
     header_bytes: int = 0
     """Bytes since the end of the last request."""
     requests: int = 0
@@ -71,11 +71,11 @@ class ConnectionGuard:
     refused: int = 0
     """Connections that were closed because there were too many."""
     _lines: dict[object, _Line] = field(default_factory=dict)
-    """By the address of the client."""
+    """Open connections by the address of the client."""
     _owned: Counter[object] = field(default_factory=Counter)
     """Connections of each known client."""
     _unknown: dict[_Line, None] = field(default_factory=dict)
-    """The oldest first."""
+    """Connections of unknown clients, the oldest first."""
 
     def server(self, application: Application, **options: Any) -> uvicorn.Server:
         """Return a server of an application.
@@ -124,7 +124,7 @@ class ConnectionGuard:
         Args:
             scope: of the request.
             owner: the client; a connection may change to another one.
-            most: connections that it may have.
+            most: connections that the client may have.
 
         Returns:
             False if the client has too many connections.
@@ -142,7 +142,7 @@ class ConnectionGuard:
         return True
 
     def close(self, owner: object) -> None:
-        """Close connections of a client that gets answers and does not read them, once it has no right to them."""
+        """Close connections of a client on which answers are still open, once the client has no right to them."""
         for line in list(self._lines.values()):
             if line.owner is owner and line.requests:
                 line.transport.abort()

@@ -1,4 +1,4 @@
-"""Draw the bars of `console_bars` with rich, which is imported only where there is a terminal.
+"""Draws the bars of `console_bars` with rich, which is imported only where there is a terminal.
 
 While the display is live, `sys.stderr` is rich's, which prints above the bars, and so is `sys.stdout` if it is a
 terminal. Handlers of `logging` that hold the real streams get rich's until the display ends. Invariant: what a program
@@ -28,7 +28,8 @@ from nemo_rl.host.terminal import is_terminal
 
 _REDRAWS_PER_SECOND = 1
 _SPEED_OVER_S = 86400.0
-"""Seconds over which the time left is estimated; with few of them slow steps would have no estimate."""
+"""Seconds over which the speed is averaged to estimate the time left. With a short window, slow steps would have no
+estimate."""
 _NARROW = 60
 """Columns below which a bar shows only the time left."""
 
@@ -68,7 +69,7 @@ class LiveDisplay:
                 self._progress.update(bar, completed=done, total=total)
 
     def remove(self, bar: TaskID) -> None:
-        """Remove a bar, and with the last one the display."""
+        """Remove a bar, and with the last bar the display."""
         with self._guard:
             if self._progress is None:
                 return
@@ -81,7 +82,7 @@ class LiveDisplay:
                     self._restore()
 
     def forget(self) -> None:
-        """Give a forked child the real streams, because it lacks the drawing thread and the holders of locks."""
+        """Give a forked child the real streams, because it lacks the drawing thread and the threads that hold locks."""
         self._guard = threading.RLock()
         if self._progress is not None:
             self._progress = None
@@ -103,7 +104,7 @@ def _hand_over(before: Any, after: Any) -> None:
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     for handler in [handler for one in loggers if isinstance(one, logging.Logger) for handler in one.handlers]:
         if isinstance(handler, logging.StreamHandler) and handler.stream is before:
-            # Without `setStream`, which flushes: in a forked child another thread may have held the display's lock.
+            # `setStream` would flush, but in a forked child another thread may have held the display's lock.
             handler.stream = after
 
 

@@ -1,4 +1,4 @@
-"""Measure how busy this machine is: processors, memory, the processes below one process, and GPUs.
+"""Measures how busy this machine is: processors, memory, the processes below one process, and GPUs.
 
 Invariant: what cannot be measured here is left out; no reading raises.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from nemo_rl.host.processes import descendants, resident_bytes
 
 _END_S = 1.0
-"""Seconds that the tool may take to end after SIGKILL; a driver that hangs may keep it for ever."""
+"""Seconds that `nvidia-smi` may take to end after SIGKILL; a driver that hangs may keep the process for ever."""
 
 
 def query_gpus(*fields: str, timeout_s: float = 5.0) -> list[list[str]]:
@@ -65,7 +65,7 @@ class MachineLoad:
     """Readings of this machine, with shares since the last reading."""
 
     root_pid: int
-    """Process that started those of the run."""
+    """Process that started the processes of the run."""
     _busy: tuple[float, float] = field(default=(0.0, 0.0), init=False)
     _used: dict[int, float] = field(default_factory=dict, init=False)
     _read_at: float = field(default_factory=time.monotonic, init=False)

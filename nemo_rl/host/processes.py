@@ -1,4 +1,4 @@
-"""Read the state of processes, end what a process has started, and set the rules of helper processes.
+"""Reads the state of processes, ends what a process has started, and sets the rules of helper processes.
 
 A helper process ends with its parent, and its memory and time have limits.
 """
@@ -29,7 +29,7 @@ PROCESS_STATES = {
 
 
 def state_of(pid: int) -> str:
-    """Return the kernel's letter for the state of a process on this machine, or "?" if there is none."""
+    """Return the kernel's letter for the state of a process on this machine, or "?" if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -105,18 +105,18 @@ def call_in_child(work: Callable[[], Any], *, seconds: float, memory_mb: int, wh
 
     Args:
         work: what to call. Code of strangers may run in it, as that of a chat template does.
-        seconds: limit of processor time and of time.
+        seconds: limit of processor time and of wall-clock time.
         memory_mb: memory that it may allocate besides what this process has, in MiB.
         what: name of the work, for messages.
 
     Raises:
-        DeadlineExceededError: it takes longer, or ends without a value.
-        MemoryError: it needs more memory.
+        DeadlineExceededError: the function takes longer, or its process ends without a value.
+        MemoryError: the function needs more memory.
     """
     reading, writing = os.pipe()
     parent = os.getpid()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of other threads, whose locks this work does not use
+        warnings.simplefilter("ignore", DeprecationWarning)  # about other threads, whose locks this work does not use
         child = os.fork()
     if child == 0:
         _answer(work, writing, parent, seconds, memory_mb)
@@ -172,14 +172,14 @@ def _read_answer(reading: int, deadline: float) -> dict[str, Any] | None:
 
 
 def import_path() -> tuple[str, list[str]]:
-    """Return where a Python that this process starts looks for modules: PYTHONPATH, and folders that it appends.
+    """Return the module path for a Python that this process starts: PYTHONPATH, and folders to append to it.
 
-    The current folder, which may be a stranger's, is appended: Python runs a file `sitecustomize.py` on PYTHONPATH when
-    it starts.
+    The current folder may belong to another user. It is appended, because Python runs a file `sitecustomize.py` on
+    PYTHONPATH when it starts.
     """
     try:
         current = os.getcwd()
-    except FileNotFoundError:  # it does not exist any more
+    except FileNotFoundError:  # the current folder does not exist any more
         current = ""
     known = [entry for entry in sys.path if entry]
     return os.pathsep.join(entry for entry in known if entry != current), [entry for entry in known if entry == current]

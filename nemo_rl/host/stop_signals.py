@@ -1,12 +1,12 @@
-"""Handle signals that stop a program: it ends immediately, or at its next safe point if there is something to save.
+"""Handles signals that stop a program: it ends immediately, or at its next safe point if there is something to save.
 
         leave_at_once    from the start of a program
         DeferredSignals  during the part that has something to save; the second signal is not deferred
         handlers_kept    around libraries that install their own handlers; result_with_handlers in another thread
 
-Batch systems send SIGUSR1 before a preemption. In the program's process it means the same as SIGTERM. Worker processes
-do not install these handlers; there SIGUSR1 requests the stacks (`distributed.workers.process`).
-Invariant: a signal that is ignored when the program starts (`nohup`, a shell's background job) stays ignored.
+Batch systems send SIGUSR1 before a preemption. In the program's process this signal means the same as SIGTERM. Worker
+processes do not install these handlers; there SIGUSR1 requests the stacks (`distributed.workers.process`). Invariant: a
+signal that is ignored when the program starts (`nohup`, a shell's background job) stays ignored.
 """
 
 import builtins
@@ -86,7 +86,7 @@ def in_notebook() -> bool:
 
 
 class DeferredSignals:
-    """Between `start` and `stop`, the first stop signal is only recorded.
+    """Records the first stop signal between `start` and `stop`, instead of ending the process.
 
     A second signal, or the first one again when the grace time is over, goes to the previous handler. Python handles
     signals only in the main thread; in other threads, and in notebooks, this does nothing.
@@ -133,7 +133,7 @@ class DeferredSignals:
         now = time.monotonic()
         if self.received is None:
             self.received, self._received_at = signal.Signals(number), now
-            # In a separate thread, because the signal may have interrupted a log record.
+            # A separate thread does the logging, because the signal may have interrupted a log record.
             threading.Thread(target=self._watch, name="signal_grace", daemon=True).start()
         elif now - self._received_at > _ONE_REQUEST_S:
             self.received = signal.Signals(number)

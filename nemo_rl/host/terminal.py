@@ -1,4 +1,4 @@
-"""Tell terminals from other streams.
+"""Tells terminals from other streams.
 
 Invariant: no stream raises here, whether it is missing, closed or of another kind.
 """

@@ -1,4 +1,4 @@
-"""Show the progress of a long wait, so that a working run does not seem to hang.
+"""Shows the progress of a long wait, so that a working run does not seem to hang.
 
 On a terminal the wait has a bar with the time left; elsewhere a line is logged now and then.
 """

@@ -1,4 +1,4 @@
-"""List the checks before a run starts, the cheapest first, for a run, `--dry-run` and `nemo_rl doctor`.
+"""Lists the checks before a run starts, the cheapest first, for a run, `--dry-run` and `nemo_rl doctor`.
 
     a run       makes those of the moments FIRST and LIBRARIES (`make_checks`); `setup` of its algorithm makes the
                 others, by the same functions, with the tokenizer, the data and the folders that it opens
@@ -131,15 +131,15 @@ class RunCheck:
     look: Callable[[Request], Passed]
     """Makes the check; raises the run's own error."""
     moment: Moment = Moment.SETUP
-    """Time at which a run makes it."""
+    """Time at which a run makes the check."""
     of_machine: bool = False
     """Whether the result depends on the machine that makes the check."""
     reads_data: bool = False
-    """Whether it reads tokenizers or data, which may have to be downloaded."""
+    """Whether the check reads tokenizers or data, which may have to be downloaded."""
     skipped: Callable[[RunConfig], str] = lambda config: ""
-    """Returns why the check does not apply to a configuration; empty if it does."""
+    """Returns why the check does not apply to a configuration, or an empty text if it does apply."""
     advice: str = ""
-    """Advice about an error, besides its own advice."""
+    """Advice on an error of the check, in addition to the advice in the error's message."""
     deadline_s: float = 60.0
     """Seconds after which the doctor gives up."""
     needs: tuple[str, ...] = ()
@@ -150,7 +150,7 @@ def make_checks(config: RunConfig, moment: Moment, without: Collection[str] = ()
     """Make the checks of one moment of a run.
 
     Args:
-        without: names of checks of what a program passes in place of the configured part.
+        without: names of checks to skip, because a program passes the parts that they check.
 
     Raises:
         ConfigError: the run cannot start; raised by the first check that fails.
@@ -248,7 +248,7 @@ def check_parts(request: Request) -> Passed:
 def check_memory(request: Request) -> Passed:
     """Compare the predicted memory of each model's ranks with the GPUs or machines.
 
-    It fails if the run would refuse to start; a configuration that probably does not fit is a warning.
+    The check fails if the run would refuse to start; a configuration that probably does not fit is a warning.
     """
     from nemo_rl.algorithms.setup.memory_forecast import (
         log_memory,
@@ -286,7 +286,7 @@ def check_checkpoints(request: Request) -> Passed:
 
 
 def check_data(request: Request) -> Passed:
-    """Load tokenizer and data as the run does, render the first rows, and grade known answers as their own answers."""
+    """Load tokenizer and data as the run does, render the first rows, and grade the known answers as if sampled."""
     config = request.config
     if isinstance(config, MasterConfig):
         data = recipe_of(config).data

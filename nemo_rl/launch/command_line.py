@@ -1,7 +1,7 @@
 """The command line and the exit status of all example scripts: `[--config FILE] [--dry-run] [key=value ...]`.
 
 Nothing large is imported before the configuration is accepted, so a wrong key is reported within a second. Invariant: a
-mistake of the user is one message and exit status 2; a failure of the run is one message and 1; after a signal the
+mistake of the user gives one message and exit status 2; a failure of the run one message and 1; after a signal the
 status is 75 (EX_TEMPFAIL) if the same command resumes from what was saved, else 128 + the signal's number.
 """
 

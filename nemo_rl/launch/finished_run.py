@@ -37,7 +37,7 @@ class RunMetrics(Mapping[str, float]):
 
     @classmethod
     def of_logs(cls, log_dir: str | Path) -> Self:
-        """Read the metrics of a run and of the earlier ones that it resumed, all in one folder of logs."""
+        """Read the metrics of a run and of the earlier runs that it resumed, all in one folder of logs."""
         rows: dict[int, dict[str, float]] = {}
         for file in sorted(Path(log_dir).glob(f"exp_*/{METRICS_FILE}")):
             for line in file.read_text(encoding="utf-8").splitlines():

@@ -1,6 +1,6 @@
-"""Turn the rewards that a program passes into the section `env` and, for functions, an environment.
+"""Turns the rewards that a program passes into the section `env` and, for functions, an environment.
 
-Invariant: nothing large is imported before `made`, so that workers can be forked first.
+Invariant: nothing large is imported before `made` is called, so that workers can be forked first.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ class GivenRewards:
         given: functions; None compares answers with the known ones.
 
     Raises:
-        ConfigError: it is empty, or a weight is no number.
+        ConfigError: `given` is empty, or a weight is no number.
     """
 
     def __init__(self, given: Rewards | None) -> None:
@@ -51,7 +51,7 @@ class GivenRewards:
         return {OVERRIDE_MARKER: True, "reward": {**named, "weights": dict(self._weights)}}
 
     def made(self) -> dict[str, Any]:
-        """Return the environment of the functions by its name, or nothing if the configuration names all.
+        """Return the environment of the functions by its name, or {} if the configuration names all functions.
 
         Raises:
             ConfigError: a function cannot be used.

@@ -1,4 +1,4 @@
-"""Turn the rows that a program passes into the keys of a data set.
+"""Turns the rows that a program passes into the keys of a data set.
 
     dicts, a `datasets.Dataset`     a file in the run's folder, named after its content
     a path, a hub id, a name        as a configuration names it
@@ -32,7 +32,7 @@ def data_keys(rows: Any, folder: Path, form: str, name: str = "rows") -> dict[st
         name: argument that they were passed as, for messages.
 
     Raises:
-        DataError: they are of another kind, or there are none.
+        DataError: the rows are of another kind, or there are none.
     """
     if isinstance(rows, str | Path):
         known = (*RESPONSE_DATASET_NAMES, *PREFERENCE_DATASET_NAMES)

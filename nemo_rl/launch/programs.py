@@ -1,7 +1,7 @@
 """The programs that run a configuration: one for each algorithm, and evaluation.
 
 `nemo_rl grpo`, `examples/run_grpo.py` and `nemo_rl.grpo` are the same program; they differ in where the configuration
-comes from. Nothing large is imported before it is accepted.
+comes from. Nothing large is imported before the configuration is accepted.
 """
 
 import importlib

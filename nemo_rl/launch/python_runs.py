@@ -140,7 +140,7 @@ def evaluate(
         model: see `grpo`.
         rows: see `grpo`.
         reward: see `grpo`.
-        folder: see `grpo`; it gets the answers, `results/eval_001` ... without one.
+        folder: folder for the answers; None: a new one, `results/eval_001` ...
         keys: see `grpo`; the base files are `evals/eval_cpu.yaml` and `evals/eval.yaml`.
 
     Raises:

@@ -1,3 +1,3 @@
-"""Speed-ups of start-up and CPU steps that reach into other libraries, listed in `table` and switched by
-`cluster.optimizations`.
+"""Speed-ups of start-up and CPU steps that depend on internals of other libraries. They are listed in `switch` and
+switched by `cluster.optimizations`.
 """

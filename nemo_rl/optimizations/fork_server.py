@@ -1,4 +1,4 @@
-"""Fork workers from one process that has already imported the libraries that all workers import.
+"""Forks workers from one process that has already imported the libraries that all workers import.
 
 Importing torch, transformers and Ray takes four processor seconds and 400 MB in each process. The program of a run on
 the CPU imports them and then forks this server, before it starts threads or reads anything but its configuration:
@@ -63,7 +63,8 @@ _READ_EARLY = (
 )
 """Prefixes of variables that libraries read before or while they are imported."""
 _READ_LATE = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "TORCHDYNAMO_DISABLE")
-"""Exceptions: the first is set by `adopt`, the second by the run for its ranks, the third is read at each use."""
+"""Variables with these prefixes that forks may still set: `adopt` sets the first, the run sets the second for its
+ranks, and the third is read at each use."""
 
 _END_GRACE_S = 2.0
 """Seconds that workers get to end by themselves after the driver has ended."""
@@ -134,7 +135,7 @@ def _fork_server(libraries: Sequence[str]) -> str:
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # the program may have replaced or closed it
             stream.flush()
-    # All objects of now stay, here and in the forks; a collection that visits them would write to their pages.
+    # The objects that exist now stay, here and in the forks; a collection that visits them would write to their pages.
     gc.collect()
     gc.freeze()
     # The program may exit on these signals, and only the server removes the folder. The server keeps them blocked,
@@ -173,7 +174,7 @@ def needs_own_start(environment: Mapping[str, str]) -> bool:
 
 
 def _read_before(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that libraries read until they are imported, so that forks must agree in them."""
+    """Return the variables that libraries read before they are imported, which must be the same in all forks."""
     return {
         name: value for name, value in environment.items() if name.startswith(_READ_EARLY) and name not in _READ_LATE
     }

@@ -1,4 +1,4 @@
-"""Start a Ray of this run alone with fewer and lighter processes.
+"""Starts a Ray of this run alone with fewer and lighter processes.
 
     autoscaler monitor, log monitor, dashboard       left out: 300 MB and seconds of a laptop's start
     an idle worker for each core                     left out: a run knows which workers it needs
@@ -60,7 +60,7 @@ def lean_start(choice: Choice) -> LeanStart:
     return LeanStart(
         node=dict.fromkeys(_UNUSED_DAEMONS, _start_nothing),
         services=of_services,
-        # Ray would import the dashboard's packages only to see whether it could start one.
+        # Ray would import the dashboard's packages only to find out whether it could start a dashboard.
         utils={"get_dashboard_dependency_error": _no_dashboard},
         system_config=_NO_IDLE_WORKERS,
     )

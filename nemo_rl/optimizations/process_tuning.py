@@ -1,14 +1,15 @@
-"""Tune Python's garbage collector, and how the C library's allocator treats freed memory."""
+"""Tunes Python's garbage collector, and how the C library's allocator treats freed memory."""
 
 import ctypes
 import gc
 
 _OLDEST_THRESHOLD = 1000
-"""Collections of the middle generation, one for about 7,000 new objects, between two of all objects; Python's: 10."""
+"""Number of collections of the middle generation (one for about 7,000 new objects) from one of all objects to the next.
+Python's own number is 10."""
 
 
 def search_all_objects_rarely() -> None:
-    """Search all objects a hundred times less often from now on: for a process that makes many objects which stay.
+    """Search all objects a hundred times less often from now on, in a process that makes many objects which stay.
 
     Python searches all objects, including those of the imported libraries (0.3 s), each time that their number has
     grown by a quarter. Young objects are searched as often as before, so a cycle that is dropped soon is found soon;
@@ -29,8 +30,9 @@ def keep_freed_memory() -> bool:
     """Return free memory to the system now, and keep freed blocks of up to 32 MiB for the next allocation from then on.
 
     By default glibc returns the top of the heap and each large block to the system, and gets them back page by page,
-    cleared: 18,000 and 140,000 page faults of every training step on the CPU at 1 and 25 million parameters. With this,
-    a process keeps memory that it has used once, so call it in a process that repeats its work, after its start.
+    cleared: 18,000 and 140,000 page faults of every training step on the CPU at 1 and 25 million parameters. After this
+    call a process keeps memory that it has used once. Only a process that repeats its work should call it, after its
+    start.
 
     Returns:
         Whether the C library supports this.

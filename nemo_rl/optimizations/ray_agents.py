@@ -1,4 +1,4 @@
-"""Replace the two agents that a raylet of Ray starts and waits for (see `lean_ray`).
+"""Replaces the two agents that a raylet of Ray starts and waits for (see `lean_ray`).
 
     python ray_agents.py dashboard <session folder> <node id>
     python ray_agents.py runtime_env <session folder> <node id> <address> <command of Ray's agent ...>
@@ -6,7 +6,7 @@
 A raylet continues once each of its agents has written its ports into files of the session. Ray's own agents take two
 seconds for that, mostly imports, and keep 130 MB. `dashboard` writes that it serves nothing, as Ray's agent does
 without its optional packages, and then sleeps. `runtime_env` serves environments of workers, which many runs do not
-need: it holds a port, and becomes Ray's agent on the first connection; the raylet retries until that answers.
+need: it holds a port, and becomes Ray's agent on the first connection; the raylet retries until Ray's agent answers.
 
 The file runs as a program and imports only the standard library. Both agents end when the raylet, their parent, ends.
 """
@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG = 1
 
 def main(kind: str, session_dir: str, node_id: str, *rest: str) -> None:
     """Write the ports and wait, without ever returning."""
-    # Not `os.getppid()`: the raylet may have ended already.
+    # `os.getppid()` would be wrong if the raylet has ended already.
     parent = int(os.environ["RAY_RAYLET_PID"])
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     folder = Path(session_dir)

@@ -1,4 +1,4 @@
-"""Replace Ray's `setup_worker.py`: let the fork server start a worker, or start it as Ray would.
+"""Replaces Ray's `setup_worker.py`: lets the fork server start a worker, or starts it as Ray would.
 
     python ray_worker.py <the server's socket> <Ray's setup_worker.py> <the worker's program> <its arguments ...>
 

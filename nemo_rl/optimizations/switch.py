@@ -1,4 +1,4 @@
-"""Decide in each process which of the requested optimizations the installed libraries allow.
+"""Decides in each process which of the requested optimizations the installed libraries allow.
 
 Invariant: an optimization never runs with a version of a library that it was not written for.
 """
@@ -19,7 +19,7 @@ class Optimization:
     name: str
     """Key in `cluster.optimizations`."""
     does: str
-    """Sentence on what happens in place of what, for the table in the documentation."""
+    """Sentence for the table in the documentation that says what the speed-up does and what that replaces."""
     saves: str
     """Cost of a run without it."""
     modules: tuple[str, ...]

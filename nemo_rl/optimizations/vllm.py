@@ -1,4 +1,4 @@
-"""Choose how many CPU threads an engine computes on, and inspect its model's class in its own process.
+"""Chooses how many CPU threads an engine computes on, and inspects its model's class in its own process.
 
 A second thread saves a small model a fourth to a third of its time (measured at 3 and 25 million parameters) while a
 core is free. Where another process needs that core, the model is several times slower, since threads wait for each
@@ -36,9 +36,9 @@ from nemo_rl.host.capacity import usable_cores
 logger = logging.getLogger(__name__)
 
 _set_num_threads = torch.set_num_threads
-"""Kept before vLLM's CPU worker replaces it by a function that does nothing."""
+"""torch's function, stored before vLLM's CPU worker replaces it by a function that does nothing."""
 _THREADS_AT_START = torch.get_num_threads()
-"""One, unless `OMP_NUM_THREADS` in the run's configuration sets another number."""
+"""Number of threads at the start: one, unless `OMP_NUM_THREADS` in the run's configuration sets another number."""
 
 TINY_MODEL = 2_000_000
 """Parameters below which a second thread saves nothing when a model decodes."""
@@ -115,7 +115,7 @@ def start_threads(
     Args:
         model: as vLLM has packed it.
         config: vLLM's configuration of the model.
-        adapts: let a small model take a second thread; without it, it stays on one.
+        adapts: whether a small model may take a second thread; otherwise it stays on one.
 
     Returns:
         The choice that changes the number for each step; None if it stays the same.

@@ -14,7 +14,7 @@ def http_address(host: str, port: int) -> str:
     """Return the URL of a server, without a path.
 
     Args:
-        host: name or address; one of IPv6 without brackets.
+        host: name or address; an IPv6 address without brackets.
         port: of the server.
     """
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -24,11 +24,11 @@ async def read_at_most(response: "httpx.Response", most: int) -> bytes | None:
     """Read the content of a streamed response as it was sent.
 
     Args:
-        response: of a request without "Accept-Encoding", or with "identity".
-        most: bytes.
+        response: response to a request without "Accept-Encoding", or with "identity".
+        most: largest number of bytes.
 
     Returns:
-        The content; None if it is longer, where the rest is not read.
+        The content, or None if it is longer than `most`, in which case the rest is not read.
     """
     content = bytearray()
     async for chunk in response.aiter_raw():

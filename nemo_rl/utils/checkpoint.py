@@ -1,4 +1,4 @@
-"""Manage checkpoint folders: write to a temporary folder, rename it when complete, keep the best ones.
+"""Manages checkpoint folders: writes to a temporary folder, renames it when it is complete, keeps the best ones.
 
     init_tmp_checkpoint ─► tmp_step_N/ (the caller fills it) ─► finalize_checkpoint ─► step_N/
                                     └─ a write fails: `checkpoint_write` removes it
@@ -102,7 +102,7 @@ class CheckpointManager:
     def find_resumable(self) -> Path | None:
         """Return the newest checkpoint whose files match their checksums, or None if there is no checkpoint at all.
 
-        Newer damaged ones are logged and renamed to `damaged_step_N`; the folder must be claimed. Files of
+        Newer damaged checkpoints are logged and renamed to `damaged_step_N`; the folder must be claimed. Files of
         `policy/optimizer` count only while that folder exists, so users may remove it on purpose.
 
         Raises:
@@ -168,7 +168,7 @@ class CheckpointManager:
     def get_resume_paths(
         last_checkpoint_path: PathLike | None, *, model_component: str = "policy"
     ) -> tuple[Path | None, Path | None]:
-        """Return a checkpoint's weights and optimizer folders, the latter as None if it was not saved."""
+        """Return a checkpoint's folder of weights and its folder of the optimizer, or None if that was not saved."""
         if last_checkpoint_path is None:
             return None, None
         component = Path(last_checkpoint_path) / model_component
@@ -260,7 +260,7 @@ class CheckpointManager:
         return str(self.checkpoint_dir / f"step_{steps[-1]}") if steps else None
 
     def get_best_checkpoint_path(self) -> str | None:
-        """Return the checkpoint with the best metric (the newest without one), or None."""
+        """Return the checkpoint with the best metric, or the newest one if no metric ranks them, or None."""
         ranking = self._ranking()
         return str(self.checkpoint_dir / f"step_{ranking[0]}") if ranking else None
 
@@ -285,7 +285,7 @@ class CheckpointManager:
             ) from error
 
     def remove_old_checkpoints(self, exclude_latest: bool = True) -> None:
-        """Keep the `keep_top_k` best and, with `exclude_latest`, the newest one.
+        """Remove all checkpoints except the `keep_top_k` best and, with `exclude_latest`, the newest one.
 
         A checkpoint with an unreadable save state is neither ranked nor removed.
         """

@@ -1,4 +1,4 @@
-"""Define the library's error classes.
+"""Defines the library's error classes.
 
 Every error a user can meet derives from `NemoRLError` and from the matching built-in, so both `except NemoRLError` and
 `except ValueError` work. Invariant: each error carries only its message, so it can be pickled when it leaves a Ray
@@ -100,8 +100,8 @@ class NoAnswerError(NemoRLError, RuntimeError):
     Args:
         message: what happened.
         is_too_long: the conversation has no room left in the model's context.
-        is_refused: the endpoint has refused this request, and would again.
-        is_withheld: it has refused to show the answer, so the request itself is not wrong.
+        is_refused: the endpoint has refused this request, and would refuse it again.
+        is_withheld: the endpoint has refused to show the answer, so the request itself is not wrong.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Import objects by dotted path: optimizers, environments, data sets, workers.
+"""Imports objects by dotted path: optimizers, environments, data sets, workers.
 
 Invariant: a path that cannot be imported raises the caller's error class with the path and the reason.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Switch Python's garbage collector off for a block that imports much: saves a quarter of the time with torch.
+    """Switch Python's garbage collector off for a block that imports much, which saves a quarter of torch's time.
 
     The imported objects stay alive, yet the collector would scan all of them each time their number grew by a quarter.
     """

@@ -1,4 +1,4 @@
-"""Log a run's metrics to the console, a file and the enabled trackers.
+"""Logs a run's metrics to the console, a file and the enabled trackers.
 
 The backends are in `utils.log_backends`. Invariant: every backend gets the same numbers under the same names, and a
 file or tracker gets each group of metrics of a step once, however often the step is trained.
@@ -153,7 +153,7 @@ class Logger(LoggerInterface):
         self._on_all(log)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Log hyperparameters (see `LoggerInterface`) with hidden secrets, because trackers show them to others."""
+        """Log hyperparameters (see `LoggerInterface`) with secrets replaced, because trackers show them to others."""
         shown = without_secrets(params)
         self._on_all(lambda backend: backend.log_hyperparams(shown))
 
@@ -190,14 +190,14 @@ class Logger(LoggerInterface):
         self.close()
 
     def _on_all(self, log: Callable[[LoggerInterface], None]) -> None:
-        # The monitor of the machines logs from a thread. While a tracker keeps it waiting, the others take metrics.
+        # The monitor of the machines logs from its own thread. While one tracker keeps it waiting, others get metrics.
         for backend, output, turn in zip(self._backends, self._outputs, self._turns, strict=True):
             with turn, output.attempt():
                 log(backend)
 
 
 def make_backends(cfg: LoggerConfig, log_dir: Path, total_steps: int | None) -> list[LoggerInterface]:
-    """Build the console, the metrics file and every enabled tracker, or close the others again if one fails.
+    """Build the console, the metrics file and every enabled tracker. If one fails, close the others again.
 
     Raises:
         ConfigError: a tracker is enabled and its library or login is missing, or metrics cannot be served.

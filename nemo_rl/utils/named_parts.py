@@ -2,7 +2,7 @@
 
 Each kind of part (losses, advantage estimators, rollout sources, engines, training backends, environments) has one
 `Registry`, next to its interface. Invariant: a wrong name, a class of another kind and arguments that do not fit are
-errors that name the key and say what is allowed; none of them is found only after Ray has started.
+errors that name the key and say what is allowed; all of these errors are found before Ray starts.
 """
 
 import inspect
@@ -42,14 +42,14 @@ class Registry[Part]:
         return name not in self.built_in and "." in name
 
     def path_of(self, name: str, what: str | None = None) -> str:
-        """The dotted path of the class that a name leads to, found without imports.
+        """Return the dotted path of the class that a name leads to, without importing the class.
 
         Args:
             name: built-in name or dotted path.
             what: the key and its value, for messages.
 
         Raises:
-            ConfigError: the name is neither.
+            ConfigError: the name is neither a built-in name nor a dotted path.
         """
         if name in self.built_in:
             return self.built_in[name]
@@ -128,7 +128,7 @@ class Registry[Part]:
         try:
             part = part_class(*given, **fitting)
         except ConfigError:
-            raise  # the class's own words
+            raise  # the class has its own error message
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{key}.kwargs do not fit {name}: {_in_words(error)}") from error
         missing = [name for name in self.attributes if not hasattr(part, name)]
@@ -156,7 +156,7 @@ class Registry[Part]:
         return is_protocol(self.interface)
 
     def _missing_methods(self, found: type) -> list[str]:
-        """Methods of the interface that a class lacks.
+        """Return the methods of the interface that a class lacks.
 
         A class with `__getattr__` may take methods from another object, but not `__call__` and its like, which Python
         looks up in the class.
@@ -190,7 +190,7 @@ def check_own_keys(made: type, key: str, values: Mapping[str, Any]) -> None:
 
 
 def methods_of(protocol: type) -> list[str]:
-    """Names of the methods that a protocol declares, but not its properties, which may be plain attributes."""
+    """Return the names of a protocol's methods, without its properties, which may be plain attributes."""
     made_by_python = ("__init__", "__subclasshook__")
     return [
         name
@@ -249,7 +249,7 @@ def _in_words(error: Exception) -> str:
 
 
 def _hints_of(made: type) -> dict[str, Any]:
-    """Types of the constructor's parameters, or none where annotations cannot be resolved."""
+    """Return the types of the constructor's parameters, or none if its annotations cannot be resolved."""
     try:
         fields = typing.get_type_hints(made, include_extras=True)
         return fields | typing.get_type_hints(made.__init__, include_extras=True)  # type: ignore[misc]
@@ -258,7 +258,7 @@ def _hints_of(made: type) -> dict[str, Any]:
 
 
 def _converted(annotation: Any, value: Any) -> Any:
-    """A value converted to the annotated type, or unchanged if pydantic does not know the type."""
+    """Return a value converted to the annotated type, or unchanged if pydantic does not know the type."""
     try:
         adapter: TypeAdapter[Any] = TypeAdapter(annotation)
     except (PydanticSchemaGenerationError, PydanticUserError):

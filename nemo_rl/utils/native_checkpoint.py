@@ -1,4 +1,4 @@
-"""Re-export the export of checkpoints under NeMo RL's path (see `nemo_rl.models.training.backends`)."""
+"""Re-exports the export of checkpoints under NeMo RL's path (see `nemo_rl.models.training.backends`)."""
 
 from nemo_rl.compat.public_names import public_names
 

@@ -1,4 +1,4 @@
-"""Measure phases of a step, and tell a run when its time is up.
+"""Measures phases of a step, and tells a run when its time is up.
 
 Invariant: a label's measurements are kept in order until `reset`.
 """
@@ -93,13 +93,13 @@ class Timer:
         return float(_REDUCTIONS[operation](self.get_elapsed(label)))  # type: ignore[operator]
 
     def get_timing_metrics(self, reduction_op: str | Mapping[str, str] = "mean") -> dict[str, float]:
-        """Return one number per label, by an operation that `reduction_op` may name for each."""
+        """Return one number per label, by one operation or by the operation that `reduction_op` has for the label."""
         if isinstance(reduction_op, str):
             return {label: self.reduce(label, reduction_op) for label in self._elapsed}
         return {label: self.reduce(label, reduction_op.get(label, "mean")) for label in self._elapsed}
 
     def reset(self, label: str | None = None) -> None:
-        """Delete one label's measurements, or all."""
+        """Delete the measurements of one label, or of all labels."""
         if label is None:
             self._elapsed.clear()
             self._running.clear()

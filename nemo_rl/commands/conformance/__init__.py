@@ -1,4 +1,4 @@
-"""Hold an engine to the contract of `nemo_rl.models.generation.interfaces.Engine`, one function for each property.
+"""Checks that an engine keeps the contract of `generation.interfaces.Engine`, with one function for each property.
 
 `check_engine` runs the whole suite in a process of its own and returns a table; `check_property` runs one property on
 an engine of the caller. `python -m nemo_rl.commands.conformance --help` is the same as a command.

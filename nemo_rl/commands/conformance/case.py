@@ -1,4 +1,4 @@
-"""The case of a check: model, prompts and tolerance, and the calls of an engine that checks share."""
+"""Defines the case of a check (model, prompts and tolerance), and the calls of an engine that several checks make."""
 
 import asyncio
 import itertools
@@ -67,7 +67,7 @@ def distribution(
 
     Args:
         prompt: tokens before the response.
-        response: its tokens.
+        response: tokens of the response.
         sampling: temperature, then the tokens that top-k and then top-p keep.
         banned: returns the tokens that may not follow the written ones.
     """
@@ -99,12 +99,13 @@ def logprobs_of(
 
 
 LONG = 90
-"""Tokens of responses that a call has to meet on their way."""
+"""Length in tokens of responses that must still be running when another call reaches the engine."""
 _TENSORS_AT_A_TIME = 4
 _FRACTIONS = (0.4, 0.2, 0.6, 0.1, 0.8)
-"""Shares of a response's time after which `midway` tries to act, until it meets the response on its way."""
+"""Shares of a response's time after which `midway` acts, tried one after the other until the response is still
+running."""
 _LOWEST_IDS, _NUM_IDS = 20, 200
-"""Token ids of prompts: ordinary ones of every tokenizer."""
+"""Lowest token id of the prompts, and number of ids that they use; these are ordinary tokens in every tokenizer."""
 
 
 class ContractError(NemoRLError, AssertionError):
@@ -130,8 +131,8 @@ class Case:
     exempt: Mapping[str, str] = field(default_factory=dict)
     """Properties that the engine does not promise, each with the reason."""
     kill: Callable[[], None] | None = None
-    """Ends the process that computes, of an engine that is not in the caller's process. Without it, weights that are
-    not finite break the engine."""
+    """Ends the process of an engine that computes outside the caller's process. Without this function, weights that are
+    not finite are used to break the engine."""
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -152,14 +153,15 @@ class Case:
         return [[_LOWEST_IDS + (11 * i + 7 * n) % _NUM_IDS for n in range(length)] for i, length in enumerate(lengths)]
 
     def model(self, seed: int = 0) -> PreTrainedModel:
-        """Return the reference with the weights of a version."""
+        """Return the reference model with the weights of a version."""
         return model_of(self.folder, seed)
 
     def compare(self, what: str, model: PreTrainedModel, request: GenerationRequest, result: GenerationResult) -> None:
         """Compare log-probabilities with the reference's log-probabilities.
 
         Raises:
-            ContractError: a token has no probability in the reference, or another one.
+            ContractError: a token has no probability in the reference, or another log-probability than the engine
+                reports.
         """
         tokens = result.token_ids.tolist()
         expected = logprobs_of(model, request.prompt_token_ids, tokens, request.sampling)
@@ -183,7 +185,7 @@ def require(holds: bool, violated: str) -> None:
 
 
 def ask(prompt: Sequence[int], seed: int = 0, **sampling: Any) -> GenerationRequest:
-    """Make a request of 12 tokens, unless `sampling` says otherwise."""
+    """Make a request for 12 tokens, unless `sampling` sets another number."""
     return GenerationRequest(list(prompt), SamplingParams(**{"max_new_tokens": 12} | sampling), seed)
 
 
@@ -227,7 +229,7 @@ async def answers_of(engine: Engine, requests: Sequence[GenerationRequest]) -> l
 
 
 def well_formed(result: GenerationResult) -> GenerationResult:
-    """Return a result.
+    """Return a result if it has a valid form.
 
     Raises:
         ContractError: it is no valid result, whatever its tokens are.
@@ -250,7 +252,7 @@ def well_formed(result: GenerationResult) -> GenerationResult:
 
 
 def same(first: GenerationResult, second: GenerationResult, tolerance: float) -> bool:
-    """Return whether two results have the same tokens, the same end and, but for rounding, log-probabilities."""
+    """Return whether two results have the same tokens, the same end and, up to rounding, the same log-probabilities."""
     return (
         first.token_ids.tolist() == second.token_ids.tolist()
         and first.finish_reason == second.finish_reason
@@ -263,11 +265,11 @@ async def load(
 ) -> list[str]:
     """Give an engine new weights, and return the result of `finish_weight_update`.
 
-    The tensors are overwritten with NaN afterwards, since an engine may keep them until then only.
+    The tensors are overwritten with NaN afterwards, because an engine must not read them after the update.
 
     Args:
         left_out: name of a tensor that is not sent.
-        most: the update is interrupted after so many tensors, without an end.
+        most: number of tensors after which the update is interrupted, without an end; None sends all of them.
     """
     await engine.begin_weight_update()
     tensors = [(name, tensor) for name, tensor in tensors_of(model).items() if name != left_out]
@@ -287,16 +289,16 @@ async def midway[Found](
     met: Callable[[Found, list[GenerationResult]], bool],
     again: Callable[[], Awaitable[object]] | None = None,
 ) -> tuple[Found, list[GenerationResult]]:
-    """Do something while responses are on their way, and return its result and the responses.
+    """Call `act` while responses are running, and return its result and the responses.
 
     Args:
-        requests: long ones, which all run at the same time.
-        act: is given the ids of the requests.
-        met: of the result and the responses, whether it came neither before nor after them.
+        requests: requests for long responses, which all run at the same time.
+        act: function of the ids of the requests.
+        met: returns, from the result and the responses, whether `act` had its effect while the responses were running.
         again: undoes `act` before another attempt.
 
     Raises:
-        ContractError: it never came while the responses ran.
+        ContractError: in no attempt did `act` have its effect while the responses were running.
     """
     before = time.monotonic()
     await answers_of(engine, requests)

@@ -1,4 +1,4 @@
-"""Properties of engines: of what is drawn, of the end of a response, of new weights, of sleep and of a failure."""
+"""Checks the properties of engines: what is sampled, how a response ends, new weights, sleep and failure."""
 
 import asyncio
 import itertools
@@ -44,7 +44,8 @@ _SAMPLES = 400
 _EXPECTED = 5.0
 """Expected count from which on a token has a bin of its own in the chi-square statistic."""
 _QUANTILE = 4.0
-"""In standard deviations of a normal distribution: a right engine exceeds it with a probability of 3e-5."""
+"""Limit of the chi-square statistic, in standard deviations of a normal distribution. A correct engine exceeds it with
+a probability of 3e-5."""
 
 
 async def greedy(engine: Engine, case: Case) -> None:
@@ -134,7 +135,7 @@ async def bad_words(engine: Engine, case: Case) -> None:
 
 
 def _text(case: Case, tokens: list[int]) -> str | None:
-    """Return the text of tokens, if it has no space at its start and encodes to them again."""
+    """Return the text of tokens, or None if it has a space at its start or does not encode to the same tokens."""
     text = case.tokenizer.decode(tokens)
     assert isinstance(text, str), "one sequence gives one text"
     is_word = text.isprintable() and text == text.strip() and bool(text)

@@ -1,6 +1,6 @@
-"""Run the suite: on an engine of the caller, or on one that is built in a process of its own, with a table.
+"""Runs the suite on an engine of the caller, or on one that is built in a process of its own, and makes a table.
 
-Invariant: a property fails, it never hangs: each has a deadline, and so has the process.
+Invariant: no check hangs, because each property has a deadline, and so has the process.
 """
 
 import asyncio
@@ -75,14 +75,14 @@ class Report:
     backend: str
     """Name of the engine."""
     failures: dict[str, str] = field(default_factory=dict)
-    """By property, what is wrong with the engine."""
+    """Description of what is wrong with the engine, by property."""
     not_promised: dict[str, str] = field(default_factory=dict)
-    """By property, why the engine does not offer it."""
+    """Reason why the engine does not offer a property, by property."""
     holding: list[str] = field(default_factory=list)
     """Properties that hold."""
 
     def outcome(self, name: str) -> str:
-        """Return a table's text on a property."""
+        """Return the text of the table for a property."""
         if name in self.failures:
             return "FAILS"
         return "yes" if name in self.holding else "-"
@@ -135,7 +135,7 @@ def check_engine(settings: EngineSettings, case: Case, names: Sequence[str] = tu
     """Build an engine in a process of its own, with the environment that it needs, and check it.
 
     Args:
-        settings: of the engine; it loads the weights of `case.folder` (`load_weights`).
+        settings: settings of the engine, which loads the weights of `case.folder` (`load_weights`).
         case: the model and the tolerance.
         names: properties to check, keys of `PROPERTIES`.
 
@@ -148,7 +148,7 @@ def check_engine(settings: EngineSettings, case: Case, names: Sequence[str] = tu
     process = context.Process(target=_serve, args=(theirs, settings, case, names), daemon=True)
     own = engine_kind(settings.backend).environment(settings.device) | settings.env_vars | {"RANK": "0"}
     before = dict(os.environ)
-    os.environ.update(own)  # of the new process, which may read it while it imports
+    os.environ.update(own)  # the new process may read these variables while it imports
     try:
         process.start()
     finally:
@@ -190,14 +190,14 @@ def _serve(pipe: Connection, settings: EngineSettings, case: Case, names: Sequen
         for name in names:
             pipe.send(await check_all(engine, case, Report(settings.backend), [name]))
 
-    with Boundary(Exception) as caught:  # whatever the engine raises is what the report says of it
+    with Boundary(Exception) as caught:  # the report names any error of the engine
         asyncio.run(serve())
     if caught:
         pipe.send("".join(traceback.format_exception(caught.take())))
 
 
 def table(reports: Sequence[Report]) -> str:
-    """Return a table in Markdown, property by engine, and below it the reasons of all that does not hold."""
+    """Return a Markdown table of properties and engines, with the reasons of all failures below it."""
     lines = ["| property | " + " | ".join(report.backend for report in reports) + " |"]
     lines.append("|---|" + "---|" * len(reports))
     for name in PROPERTIES:

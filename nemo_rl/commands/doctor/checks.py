@@ -1,4 +1,4 @@
-"""Define a check and its result."""
+"""Defines a check and its result."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -76,7 +76,7 @@ class NodeRequest:
     )
     """Lowest and highest port for the stores of groups; None lets the operating system choose."""
     port_count: int = 1
-    """Number of such ports that the run needs."""
+    """Number of these ports that the run needs."""
     address: str = "127.0.0.1"
     """Address of this machine for other machines."""
     starts_ray: bool = True

@@ -1,7 +1,7 @@
-"""Define the command line of `nemo_rl doctor`.
+"""Defines the command line of `nemo_rl doctor`.
 
-Imports little, so that the help appears immediately. Invariant: the exit status is 0 only without a failure, 1 with
-one, 2 if the command line is wrong, and 128 plus its number after a signal.
+The module imports little, so that the help appears immediately. Invariant: the exit status is 0 only without a failure,
+1 with one, 2 if the command line is wrong, and 128 plus its number after a signal.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Check one machine: its limits (shared memory, open files, temporary files, memory, ports), its processor, its GPUs.
+"""Checks one machine: its limits (shared memory, open files, temporary files, memory, ports), its processor, its GPUs.
 
 GPUs are checked with `nvidia-smi`, without making a CUDA context or importing torch.
 """
@@ -38,7 +38,7 @@ _KINDS = {"amd64": "x86_64", "arm64": "aarch64"}
 
 def check_processor(request: NodeRequest) -> Finding:
     """Name the processor's features, which have to include AVX2 on x86-64 for vLLM's build for CPUs."""
-    import torch  # slow, and no other check of a machine needs it in this process
+    import torch  # slow, and no other check of a machine needs torch in this process
 
     values = torch.cpu.get_capabilities()
     machine = platform.machine().lower()
@@ -78,11 +78,11 @@ class Gpu:
     driver: str
     """Version of the driver."""
     total_bytes: int
-    """Size of its memory."""
+    """Size of the GPU's memory."""
     used_bytes: int
     """Memory in use by processes."""
     index: str
-    """Its number in `nvidia-smi`."""
+    """Number of the GPU in `nvidia-smi`."""
 
 
 def check_gpus(request: NodeRequest) -> Finding:

@@ -1,4 +1,4 @@
-"""List the checks of one machine, which run here or in one Ray task per node of a cluster."""
+"""Lists the checks of one machine, which run here or in one Ray task per node of a cluster."""
 
 import os
 import subprocess
@@ -89,7 +89,7 @@ def _start(variables: dict[str, object], output: IO[str]) -> subprocess.Popen[by
 
 
 def _await(ranks: Sequence[subprocess.Popen[bytes]]) -> dict[int, str]:
-    """Wait until all ranks have ended or one has failed, and return the failed, else the unfinished ranks, and why."""
+    """Wait until all ranks have ended or one has failed, and return a reason for each failed or unfinished rank."""
     end = time.monotonic() + DEADLINE_S - _GRACE_S
     while time.monotonic() < end and not any(p.poll() for p in ranks) and any(p.poll() is None for p in ranks):
         time.sleep(0.05)

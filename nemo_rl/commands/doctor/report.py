@@ -1,4 +1,4 @@
-"""Write findings as a table or as JSON."""
+"""Writes findings as a table or as JSON."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Check a configuration with the checks that the run itself makes at its start (`launch.checks`), and with two more.
+"""Checks a configuration with the checks that the run itself makes at its start (`launch.checks`), and with two more.
 
 Invariant: the run refuses whatever fails here, with the same message; checks write no files.
 """
@@ -57,7 +57,7 @@ def make_step(config: MasterConfig) -> str:
 
 
 def rows_of_microbatch(policy: PolicyConfig) -> int:
-    """Return the rows of maximum length in one microbatch of a rank, or in two if that is odd: pairs stay together."""
+    """Return the rows of maximum length in a rank's microbatch, or in two if that is odd, to keep pairs together."""
     from nemo_rl.models.capacity.memory import microbatch_tokens
 
     rows = max(microbatch_tokens(policy, trains=True) // policy.max_total_sequence_length, 1)

@@ -1,4 +1,4 @@
-"""Run checks one after the other, each with a deadline, and turn their errors into findings.
+"""Runs checks one after the other, each with a deadline, and turns their errors into findings.
 
 Invariant: a failed check skips only those checks that need it.
 """
@@ -63,7 +63,7 @@ def refusal(error: BaseException, advice: str = "") -> Finding:
 
 
 def as_the_run_says(call: Callable[[], Passed], advice: str = "") -> Finding:
-    """Run a check of the run's start in this process.
+    """Make, in this process, a check that a run makes at its start.
 
     Args:
         call: the run's own check.

@@ -1,1 +1,1 @@
-"""`nemo_rl regrade`: compute the rewards of stored samples again, without sampling."""
+"""`nemo_rl regrade` computes the rewards of stored samples again, without sampling."""

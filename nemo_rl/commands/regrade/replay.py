@@ -1,4 +1,4 @@
-"""Play stored samples again with an environment: its turns are the stored ones, its rewards are new.
+"""Plays stored samples again with an environment: the turns are the stored ones, and the rewards are new.
 
 Invariant: the environment gets what it would get in a run: the episode is opened with the row's data, each response is
 one step, metadata passes from step to step, and the episode is closed.
@@ -36,8 +36,8 @@ class Regraded:
     diverged: str | None = None
     """Difference between the episode and the stored one; None if there is none."""
     penalties: dict[str, list[int]] | None = None
-    """As `Trajectory.penalties`, found again in the stored tokens; None for a sample without stored tokens, as of a
-    validation, or of a run without penalties."""
+    """Penalties that were found again in the stored tokens, as `Trajectory.penalties`; None for a sample without stored
+    tokens, such as one of a validation, or of a run without penalties."""
 
     @property
     def penalized_reward(self) -> float | None:
@@ -152,7 +152,7 @@ def review_again(graded: Sequence[Regraded], review: AnswerReview) -> None:
 
 
 def turn_spans(mask: Sequence[int]) -> list[tuple[int, int]]:
-    """Return first token and end of each sampled turn, between which the tokens of the environment are.
+    """Return the first token and the end of each sampled turn. Tokens between two turns are the environment's.
 
     Args:
         mask: for each token of the sequence, 1 if it was sampled and 0 if not.

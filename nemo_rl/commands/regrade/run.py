@@ -1,4 +1,4 @@
-"""Compute the rewards of stored samples again: configuration, data, environments, replay, report."""
+"""Computes the rewards of stored samples again: configuration, data, environments, replay, report."""
 
 import argparse
 import json
@@ -46,7 +46,7 @@ def refuse_existing(file: Path) -> None:
     """Check that a file can be written as a new one.
 
     Raises:
-        ConfigError: it exists, or its folder does not.
+        ConfigError: the file exists, or its folder does not.
     """
     if file.exists():
         raise ConfigError(f"{file} exists, and rewards are only written to a new file. Choose another with --output.")
@@ -77,7 +77,7 @@ def _line(each: Regraded) -> dict[str, object]:
 
 
 def is_changed(each: Regraded) -> bool:
-    """Return whether the reward differs from the stored one, where no reward differs from any reward."""
+    """Return whether the reward differs from the stored one. A missing reward differs from every reward."""
     old, new = each.sample.reward, each.reward
     if old is None or new is None:
         return old is not new

@@ -1,4 +1,4 @@
-"""Read the samples that a run has stored (`experience.trajectory_log`)."""
+"""Reads the samples that a run has stored (`experience.trajectory_log`)."""
 
 import json
 import re
@@ -47,7 +47,7 @@ def sample_files(folder: Path, only: str | None = None) -> list[Path]:
         only: "train" or "validation"; None for both.
 
     Raises:
-        DataError: there is none.
+        DataError: there are no such files.
     """
     if folder.exists() and not folder.is_dir():
         return [folder]

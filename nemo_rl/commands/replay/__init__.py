@@ -1,1 +1,1 @@
-"""`nemo_rl replay`: repeat a recorded training step, and name the first part that differs from the run."""
+"""`nemo_rl replay` repeats a recorded training step, and names the first part that differs from the run."""

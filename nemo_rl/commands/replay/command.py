@@ -1,6 +1,6 @@
-"""Define the command line of `nemo_rl replay`.
+"""Defines the command line of `nemo_rl replay`.
 
-It imports little, so that the help appears immediately. Invariant: the files of a run are only read, unless
+The module imports little, so that the help appears immediately. Invariant: the files of a run are only read, unless
 --add-modules adds to a record. The exit status is 0 if the step is equal, 1 if it differs and 2 if it cannot be
 repeated.
 """
@@ -61,7 +61,7 @@ def main(arguments: argparse.Namespace) -> int:
 
     def work() -> int:
         command_line.look_in_the_current_folder()
-        with raised_as(failed, but=(ReplayError,)):  # status 1 is a step that differs, and no failure of the replay
+        with raised_as(failed, but=(ReplayError,)):  # status 1 means a step that differs
             return replay(arguments, sys.stdout)
 
     return command_line.exit_status(work)

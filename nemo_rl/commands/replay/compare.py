@@ -1,11 +1,11 @@
-"""Compare a repeated step with the recorded one, part by part, in the order in which a step computes them.
+"""Compares a repeated step with the recorded one, part by part, in the order in which a step computes them.
 
     configuration ─► samples ─► prompts ─► weights ─► modules ─► log-probabilities of policy and reference
     ─► sample mask ─► advantages ─► log-probabilities of the update ─► loss ─► gradients ─► norm and rate ─► new weights
 
-The modules of the first update stand before all that their forward pass computes, although the update comes later: its
-weights are those that the stages score with. Invariant: each stage says by itself what differs; the first of them is
-the answer, because the later ones follow from it.
+The modules of the first update come before everything that their forward pass computes. The update itself comes later,
+but it starts from the weights that the stages before it score with. Invariant: each comparison reports on its own part
+only. The first part that differs is the answer, because differences in later parts follow from it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,7 +22,8 @@ from nemo_rl.config.rules.resume import ChangedKey
 from nemo_rl.models.policy.update_records import UpdateRecord
 
 _PLACES = (".model_name", ".tokenizer.name", ".data_path", ".prompt_file", ".system_prompt_file")
-"""Ends of keys that name files, which have other places on another machine; weights and prompts are compared."""
+"""Ends of keys that name files. Other machines have files at other places, so weights and prompts are compared
+instead."""
 _SHOWN = 20
 
 
@@ -31,7 +32,8 @@ def configuration(changed: Sequence[ChangedKey], before: Mapping[str, Any], now:
 
     Args:
         changed: keys that differ.
-        now: that of the replay.
+        before: configuration of the run.
+        now: configuration of the replay.
     """
     found = [
         Difference(key.key, f"configuration key {key.key} differs: {key.before} in the run, {key.now} now")
@@ -218,7 +220,7 @@ def _of_tokens(
 
 
 def _same_width(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the values of a row, the shorter ones with the zeros that stand after the end of a row."""
+    """Return the values of a row in both tensors, of which the shorter one is padded with zeros."""
     pair = [torch.atleast_1d(old), torch.atleast_1d(new)]
     width = max(map(len, pair))
     old, new = (torch.nn.functional.pad(values, (0, width - len(values))) for values in pair)

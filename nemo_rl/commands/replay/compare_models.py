@@ -1,4 +1,4 @@
-"""Compare what a step does to the model: outputs of modules, gradients and weights, by their fingerprints, and norms.
+"""Compares what a step does to the model: outputs of modules, gradients and weights, by their fingerprints, and norms.
 
 Distances are estimates (`Fingerprint.distance`). Whether bits are equal is decided by checksums.
 """

@@ -1,4 +1,4 @@
-"""The result of a comparison: a stage for each part of a step, each with its differences."""
+"""Defines the result of a comparison: a stage for each part of a step, each with its differences."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ class Difference:
     text: str
     """Description of the difference, in a sentence."""
     size: float | None = None
-    """Size of the difference, in the unit of the stage; None if it has none."""
+    """Size of the difference, in the unit of the stage; None if the difference has no size."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ class Comparison:
     step: int
     """Number of the step."""
     stages: Sequence[Compared]
-    """Its parts in order."""
+    """The parts of the step, in order."""
     is_exact: bool
     """Whether bits are compared."""
     notes: Sequence[str] = field(default_factory=list)
-    """Differences that do not count as one of the step, such as versions."""
+    """Differences that do not count as differences of the step, such as versions."""
 
     @property
     def first(self) -> Compared | None:
@@ -134,7 +134,7 @@ WITHOUT_INFLUENCE = (
     "engines and weight sync",
     "limits and defaults of data sets",
 )
-"""Groups of keys there that a step does not read once it has rollouts and weights."""
+"""Groups of keys in `APPLIED` that a step does not read once it has rollouts and weights."""
 _SHOWN_FILES = 20
 _OUTSIDE_A_STEP = (
     *("doctor/", "environments/", "evals/", "launch/", "models/generation/", "optimizations/", "regrade/", "replay/"),
@@ -149,11 +149,11 @@ class Tolerances:
     """The largest differences that count as equal (0 for equal bits)."""
 
     advantages: float = 0.0
-    """Absolute."""
+    """Absolute difference of an advantage."""
     logprobs: float = 0.0
-    """Absolute, of one token."""
+    """Absolute difference of the log-probability of a token."""
     loss: float = 0.0
-    """Relative to the recorded value, or absolute below 1."""
+    """Difference of the loss, relative to the recorded value, or absolute if that is below 1."""
     modules: float = 0.0
     """Distance of outputs relative to their norm."""
     gradients: float = 0.0
@@ -172,7 +172,7 @@ OTHER_PRECISIONS = Tolerances(advantages=1e-5, logprobs=0.1, loss=5e-2, modules=
 
 
 def tolerances(precision: str, factor: float = 1.0) -> Tolerances:
-    """Return the tolerances of a precision, each times a factor."""
+    """Return the tolerances of a precision, each multiplied by a factor."""
     stated = FLOAT32 if precision == "float32" else OTHER_PRECISIONS
     return Tolerances(**{each.name: getattr(stated, each.name) * factor for each in fields(stated)})
 
@@ -238,7 +238,7 @@ def _layout(layout: Mapping[str, int]) -> str:
 
 
 def code_notes(recorded: Step, repeated: Step) -> list[str]:
-    """Return a note with the files of the library that differ from the run's files, or None if all are equal."""
+    """Return one note with the files of the library that differ from the run's files, or none if all are equal."""
     before, now = recorded.summary["code"], repeated.summary["code"]
     names = (name for name in sorted({*before, *now}) if not name.startswith(_OUTSIDE_A_STEP))
     changed = [name for name in names if before.get(name) != now.get(name)]

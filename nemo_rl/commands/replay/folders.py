@@ -1,4 +1,4 @@
-"""Find the records of a run. It imports little, so that errors appear immediately."""
+"""Finds the records of a run. The module imports little, so that errors appear immediately."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ def find_folder(run: Path, step: int) -> Path:
     If none has it, return the newest folder that has any record.
 
     Raises:
-        ReplayError: there is none.
+        ReplayError: no folder has a record.
     """
     below = sorted(run.glob("exp_*"), key=lambda path: (len(path.name), path.name), reverse=True)
     found = {folder: recorded_steps(folder) for folder in (run, *below)}

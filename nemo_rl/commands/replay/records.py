@@ -1,4 +1,4 @@
-"""Read the records of steps that a run has written (`algorithms.runtime.step_record`)."""
+"""Reads the records of steps that a run has written (`algorithms.runtime.step_record`)."""
 
 import json
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Show what a run did: `nemo_rl report` writes one HTML file, `nemo_rl watch` serves the same page while it goes on.
+"""Shows what a run did: `nemo_rl report` writes one HTML file, `nemo_rl watch` serves the same page while it goes on.
 
     run_files ─► curves, samples, phases, findings ─► page ─► report.html
                                                    └► server ─► browser

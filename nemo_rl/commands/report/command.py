@@ -1,6 +1,6 @@
-"""Define the command line of `nemo_rl report`.
+"""Defines the command line of `nemo_rl report`.
 
-It imports little, so that the help appears immediately. Invariant: files of a run are only read.
+The module imports little, so that the help appears immediately. Invariant: files of a run are only read.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Read the metrics of a run into curves, also while the run writes them."""
+"""Reads the metrics of a run into curves, also while the run writes them."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,7 +8,7 @@ from typing import Any
 from nemo_rl.commands.report.run_files import TRAINING, RunFiles, finite
 
 _LARGEST = 2**53
-"""Steps above are not exact in a browser."""
+"""Largest step of a curve; a browser does not represent larger integers exactly."""
 _OF_SECONDS = "ray/"
 """Beginning of the names of curves whose steps are seconds."""
 
@@ -63,10 +63,10 @@ class Curves:
     _gaps_s: float = 0.0
     """Seconds between the parts of a run that went on later; times are shown without them."""
     _seconds_before: int = 0
-    """Last second of the curves over seconds before the part of the run that is read now."""
+    """Last second of curves whose steps are seconds, before the part of the run that is read now."""
     _last_trained: int = 0
     _repeated: set[str] = field(default_factory=set)
-    """Curves that went back by themselves since the last training step."""
+    """Curves whose steps went back since the last training step."""
 
     def read(self) -> bool:
         """Read the lines that are new since the last call, and return whether there were any."""
@@ -87,7 +87,7 @@ class Curves:
         return has_read
 
     def _begin(self, part: RunFiles, time: float | None) -> None:
-        """Start with the lines of a part that goes on from an earlier one."""
+        """Prepare for the lines of a part of the run that continues an earlier part."""
         started, last = finite(part.record().get("started")) or time, self.last_time
         if started is not None and last is not None:
             self._gaps_s = max(started - last, 0.0)
@@ -95,7 +95,7 @@ class Curves:
         self._seconds_before = max(seconds, default=0)
 
     def _train(self, step: int, time: float | None) -> None:
-        """Remove what a run has taken back that goes on from an earlier checkpoint."""
+        """Remove the values of steps that the run repeats because it went on from an earlier checkpoint."""
         if step < self._last_trained:
             for name, curve in self.by_name.items():
                 if not name.startswith(_OF_SECONDS):

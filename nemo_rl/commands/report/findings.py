@@ -1,4 +1,4 @@
-"""Find problems of a run in its curves, and describe them in plain sentences.
+"""Finds problems of a run in its curves, and describes them in plain sentences.
 
 Each rule reads the curves and returns one finding or none. Invariant: each threshold is written once, in its rule, and
 the text of the finding contains it.
@@ -29,7 +29,7 @@ class RunFinding:
     metric: str
     """Name of the curve that shows it."""
     steps: tuple[int, int]
-    """First and last step that it is about."""
+    """First and last step of the observation."""
     guide: str = _METRICS
     """Page of the documentation."""
 
@@ -72,7 +72,7 @@ def _above(curves: Curves, name: str, threshold: float) -> Points:
 
 
 def not_finite(curves: Curves) -> RunFinding | None:
-    """A number of the update is not finite."""
+    """Find numbers of an update that are not finite."""
     for name in ("train/loss", "train/grad_norm", "train/token_mult_prob_error", "train/critic/loss"):
         curve = curves.get(name)
         steps = [step for step, value in zip(curve.steps, curve.values, strict=True) if value is None]
@@ -89,7 +89,7 @@ def not_finite(curves: Curves) -> RunFinding | None:
 
 
 def engine_mismatch(curves: Curves) -> RunFinding | None:
-    """Trainer and engine give the sampled tokens other probabilities."""
+    """Find different probabilities of sampled tokens in trainer and engine."""
     name, most = "train/token_mult_prob_error", 1.05
     ages = dict(curves.get("train/max_trajectory_age").known)
     over = [point for point in _above(curves, name, most) if not ages.get(point[0])]
@@ -108,7 +108,7 @@ def engine_mismatch(curves: Curves) -> RunFinding | None:
 
 
 def entropy_collapse(curves: Curves) -> RunFinding | None:
-    """The policy stops exploring."""
+    """Find a policy that stops exploring."""
     name, share, least = "train/approx_entropy", 0.1, 0.02
     points = curves.get(name).known
     if len(points) < 2 * _FEW:
@@ -128,7 +128,7 @@ def entropy_collapse(curves: Curves) -> RunFinding | None:
 
 
 def kl_spike(curves: Curves) -> RunFinding | None:
-    """The distance to the reference jumps."""
+    """Find jumps of the distance to the reference."""
     name, times, least = "train/kl_penalty", 10.0, 0.1
     points = [point for point in curves.get(name).known if point[1] != 0]
     if len(points) < 2 * _FEW:
@@ -148,7 +148,7 @@ def kl_spike(curves: Curves) -> RunFinding | None:
 
 
 def gradient_spike(curves: Curves) -> RunFinding | None:
-    """The gradient jumps."""
+    """Find jumps of the gradient."""
     name, times = "train/grad_norm", 20.0
     points = curves.get(name).known
     if len(points) < 2 * _FEW:
@@ -169,7 +169,7 @@ def gradient_spike(curves: Curves) -> RunFinding | None:
 
 
 def skipped_updates(curves: Curves) -> RunFinding | None:
-    """Updates were dropped."""
+    """Find updates that were dropped."""
     for name, whose in (("train/skipped_updates", ""), ("train/critic/skipped_updates", " of the critic")):
         over = _above(curves, name, 0)
         if over:
@@ -185,7 +185,7 @@ def skipped_updates(curves: Curves) -> RunFinding | None:
 
 
 def useless_critic(curves: Curves) -> RunFinding | None:
-    """The critic does not learn to predict the returns."""
+    """Find a critic that does not learn to predict the returns."""
     name, least = "train/critic/explained_var", 0.1
     points = curves.get(name).known
     if len(points) < 2 * _FEW or _most(points) >= least:
@@ -203,7 +203,7 @@ def useless_critic(curves: Curves) -> RunFinding | None:
 
 
 def truncation(curves: Curves) -> RunFinding | None:
-    """Answers are cut off."""
+    """Find answers that are cut off."""
     name, most = "train/truncation_rate", 0.2
     over = _above(curves, name, most)
     num_steps = len(curves.get(name).known)
@@ -221,7 +221,7 @@ def truncation(curves: Curves) -> RunFinding | None:
 
 
 def reward_errors(curves: Curves) -> RunFinding | None:
-    """Samples could not be graded."""
+    """Find samples that could not be graded."""
     name, few = "train/num_reward_errors", 0.01
     over = _above(curves, name, 0)
     if not over:
@@ -238,7 +238,7 @@ def reward_errors(curves: Curves) -> RunFinding | None:
 
 
 def nothing_to_learn(curves: Curves) -> RunFinding | None:
-    """All rewards of a step are equal."""
+    """Find steps in which all rewards are equal."""
     low, high = curves.get("train/min_total_reward").known, dict(curves.get("train/max_total_reward").known)
     equal = [(step, value) for step, value in low if high.get(step) == value]
     if not low or len(equal) < max(2, len(low) // 10):
@@ -254,7 +254,7 @@ def nothing_to_learn(curves: Curves) -> RunFinding | None:
 
 
 def no_progress(curves: Curves) -> RunFinding | None:
-    """The reward does not rise."""
+    """Find a reward that does not rise."""
     name, enough = "train/reward", 20
     points = curves.get(name).known
     if len(points) < enough:
@@ -274,7 +274,7 @@ def no_progress(curves: Curves) -> RunFinding | None:
 
 
 def preemptions(curves: Curves) -> RunFinding | None:
-    """The engines run out of memory for keys and values."""
+    """Find engines that run out of memory for keys and values."""
     name = "generation/num_preemptions"
     over = _above(curves, name, 0)
     if not over:
@@ -291,7 +291,7 @@ def preemptions(curves: Curves) -> RunFinding | None:
 
 
 def idle_shares(curves: Curves) -> RunFinding | None:
-    """Trainer or engines wait for most of the time."""
+    """Find a trainer or engines that wait for most of the time."""
     most, found = 0.6, {}
     for part in ("trainer", "engines"):
         points = curves.get(f"idle/{part}").known[1:]

@@ -1,4 +1,4 @@
-"""Put the page together: one HTML file that needs no other file.
+"""Builds the page: one HTML file that needs no other file.
 
 Invariant: the data is JSON without any `<`, and the content security policy allows only the page's own scripts.
 """
@@ -81,7 +81,7 @@ def write_report(folders: Sequence[Path], output: Path | None, num_samples: int 
     Args:
         folders: log folders of the runs, as for `find_runs`.
         output: the file; None: `report.html` in the first folder.
-        num_samples: number of samples of each run with conversation and tokens; None: as the command has it.
+        num_samples: number of samples of each run with conversation and tokens; None: the default of the command.
 
     Raises:
         DataError: a folder has no run.

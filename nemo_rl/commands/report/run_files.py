@@ -1,4 +1,4 @@
-"""The files that a run leaves in its log folder: configuration, record, metrics and samples.
+"""Reads the files that a run leaves in its log folder: configuration, record, metrics and samples.
 
 Invariant: files are only read. If a file is missing or damaged, only its part of the page is missing.
 """
@@ -43,9 +43,9 @@ class RunFiles:
     """One run."""
 
     folder: Path
-    """Its log folder, `exp_NNN`."""
+    """Log folder of the run, `exp_NNN`."""
     earlier: tuple["RunFiles", ...] = ()
-    """The runs whose checkpoints it went on from, the first one first; they have no earlier ones themselves."""
+    """The runs that this run continued, from the first one on; `earlier` of each of them is empty."""
 
     @property
     def parts(self) -> tuple["RunFiles", ...]:
@@ -85,18 +85,18 @@ class RunFiles:
 
     @property
     def checkpoint_folder(self) -> str | None:
-        """The folder of its checkpoints as the configuration has it, or None if it saves none."""
+        """The folder of the run's checkpoints as the configuration has it, or None if the run saves none."""
         section = _section(self.config, "checkpointing")
         folder = section.get("checkpoint_dir") if section.get("enabled") else None
         return folder if isinstance(folder, str) else None
 
     def first_step(self) -> int | None:
-        """Return the first training step that it has logged, or None if there is none."""
+        """Return the first training step that the run has logged, or None if there is none."""
         steps = (row.get("step") for row, _ in self.metric_rows() if row.get("prefix") == TRAINING)
         return next((step for step in steps if isinstance(step, int)), None)
 
     def continues(self, other: "RunFiles") -> bool:
-        """Return whether it went on from a checkpoint of another run, which was started before it."""
+        """Return whether the run went on from a checkpoint of another run, which was started before it."""
         if self.checkpoint_folder is None or self.checkpoint_folder != other.checkpoint_folder:
             return False
         first = self.first_step()
@@ -132,7 +132,7 @@ class RunFiles:
 
 
 def find_run(path: Path) -> RunFiles:
-    """Return the run of a log folder: that of `exp_NNN` itself, or the newest one in the folder of all runs.
+    """Return the run of a log folder: the run of `exp_NNN` itself, or the newest run in the folder of all runs.
 
     Raises:
         DataError: there is none.

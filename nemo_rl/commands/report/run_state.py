@@ -1,6 +1,6 @@
-"""Say how a run ended, and where it failed: the worker, the phase and the line of the user's own code.
+"""Says how a run ended, and where it failed: the worker, the phase and the line of the user's own code.
 
-Invariant: all of it is read from the run's record and its traceback, so it is there after the run.
+Invariant: only the run's record and its traceback are read, so the state can be found out after the run.
 """
 
 import re
@@ -27,7 +27,7 @@ class Frame(NamedTuple):
     place: str
     """File, line and function."""
     source: str
-    """The line; "" if the traceback does not have it."""
+    """Text of the line; "" if the traceback does not have it."""
 
 
 def state_of(run: RunFiles) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def state_of(run: RunFiles) -> dict[str, Any]:
 
 
 def _part(part: RunFiles) -> dict[str, Any]:
-    """Return how a part of a run ended from which a later one went on."""
+    """Return how a part of a run ended that a later part continued."""
     record = part.record()
     return {"name": part.folder.name, **{name: record.get(name) for name in ("status", "started", "ended")}}
 

@@ -1,4 +1,4 @@
-"""Everything that the page shows of one run, as JSON."""
+"""Collects everything that the page shows of one run, as JSON."""
 
 import contextlib
 import logging
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _FILE = "tokenizer.json"
 _LARGEST = 2**32
-"""Tokenizers take smaller numbers only."""
+"""Limit of token ids; tokenizers take only smaller numbers."""
 
 
 class TokenTexts:
@@ -64,7 +64,7 @@ def _load(run: RunFiles) -> Tokenizer | None:
     if not Path(name).is_dir():
         try:
             path = try_to_load_from_cache(name, _FILE)
-        except ValueError:  # no name of a model
+        except ValueError:  # the text is not the name of a model
             path = None
     with Boundary(Exception) as caught:  # tokenizers raises plain exceptions for missing and damaged files
         return Tokenizer.from_file(str(path))
@@ -161,7 +161,7 @@ class RunView:
 
     def _details(self, numbers: Sequence[int]) -> Iterator[tuple[str, Any]]:
         for number in numbers:
-            with contextlib.suppress(IndexError, *READ_ERRORS):  # its file was written again meanwhile
+            with contextlib.suppress(IndexError, *READ_ERRORS):  # the run has written the file again
                 yield str(number), self.detail(number)
 
     def _status(self) -> dict[str, Any]:

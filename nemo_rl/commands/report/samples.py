@@ -1,4 +1,4 @@
-"""Find the stored samples of a run without keeping them in memory, and read them: filters, order, page.
+"""Finds the stored samples of a run without keeping them in memory, and reads a page of them by filters and order.
 
 Samples are lines of files that a run may still be writing.
 """
@@ -42,7 +42,7 @@ COLUMNS = (
 _NUMBERS = ("generation_logprobs", "prev_logprobs", "advantages", "values", "returns")
 _DECIMALS = 4
 _LARGEST = 2**63
-"""Whole numbers of a table are smaller; files whose steps are larger have other names."""
+"""Limit of integers in a table. A file whose name has a larger step is not a file of samples."""
 
 
 def sample_files(folder: Path) -> list[tuple[int, str, Path]]:
@@ -261,19 +261,19 @@ class SampleIndex:
 
     run: RunFiles
     last_step: int | None = None
-    """The last step whose training samples are shown; a run that went back to an earlier checkpoint leaves those of
-    later steps until it writes them again. None: all."""
+    """The last step whose training samples are shown; None: all. A run that went back to an earlier checkpoint leaves
+    samples of later steps, which are hidden until it writes them again."""
     error: str | None = None
     """Why a file could not be read at the last reading; None if each could."""
     has_more: bool = False
     """Whether the last reading left files for the next one."""
     _read: dict[Path, _Read] = field(default_factory=dict)
     _known: dict[int | None, dict[str, Any]] = field(default_factory=dict)
-    """`known` and `choices` by the last step, until the next reading."""
+    """Values of `known` and `choices` (see `select`) by the last step, kept until the next reading."""
     _table: sqlite3.Connection = field(init=False)
 
     def __post_init__(self) -> None:
-        # A file without a name is on disk, and is removed when the process ends.
+        # A database without a name is a file on disk, which is removed when the process ends.
         self._table = sqlite3.connect("", check_same_thread=False)
         self._table.execute(
             f"CREATE TABLE samples (number INTEGER PRIMARY KEY AUTOINCREMENT, {_TABLE}, file, place, size)"
@@ -288,12 +288,12 @@ class SampleIndex:
 
     @property
     def num_known(self) -> int:
-        """The number of samples that are shown, which is fast to get while nothing is read."""
+        """The number of samples that are shown, which is counted once after each reading."""
         return int(self._known_now()["known"])
 
     @property
     def _valid(self) -> str:
-        """A condition of SQL: the run has not taken back the sample's step."""
+        """A condition in SQL that is true if the run has not gone back to a step before that of the sample."""
         return "1" if self.last_step is None else f"(phase != 'train' OR step <= {int(self.last_step)})"
 
     def is_newer(self, step: int, time: float) -> bool:
@@ -303,7 +303,7 @@ class SampleIndex:
 
     @property
     def num_damaged(self) -> int:
-        """Lines that are no samples."""
+        """Number of lines that are no samples."""
         return sum(file.num_damaged for file in self._read.values())
 
     def read(self, most: int | None = None) -> bool:
@@ -364,7 +364,7 @@ class SampleIndex:
                     rows.append([*summary, str(path), place, len(line)])
                 place += len(line)
         marks = ", ".join("?" * (len(COLUMNS) + 3))
-        with self._table:  # all of it or nothing
+        with self._table:  # a transaction: all rows of a file or none
             self._table.execute("DELETE FROM samples WHERE file = ?", (str(path),))
             self._table.executemany(f"INSERT INTO samples ({_SHOWN}, file, place, size) VALUES ({marks})", rows)
         return _Read(state, num_damaged)

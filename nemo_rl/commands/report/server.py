@@ -1,4 +1,4 @@
-"""Serve the page of one run, also while it goes on.
+"""Serves the page of one run, also while it goes on.
 
     reading (a thread, at most each second) ─► RunView ─► /KEY/  /KEY/news  /KEY/samples  /KEY/samples/N
 
@@ -39,7 +39,7 @@ _FILES_AT_ONCE = 4
 """Files of samples that are read at a time; requests are answered in between."""
 _MOST_DIGITS = 12
 _MOST_PORTS = 20
-"""Ports that are tried."""
+"""Number of ports that are tried."""
 _WAIT_S = 2.0
 """Seconds after which a request for news is answered even if there are none."""
 _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
@@ -88,7 +88,7 @@ class RunServer:
             await asyncio.sleep(0 if self._view.samples.has_more else max(_READ_EVERY_S, took_s / _LARGEST_SHARE))
 
     def _read_once(self) -> bool:
-        """Read new data and return whether the page differs, and leave a reading that fails to a later call."""
+        """Read new data and return whether the page has changed. A reading that fails is left to a later call."""
         record, error = self._view.run.record(), None
         has_news = record != self._status
         self._status = record

@@ -1,6 +1,6 @@
-"""Define the command line of `nemo_rl watch`.
+"""Defines the command line of `nemo_rl watch`.
 
-It imports little, so that the help appears immediately. Invariant: files of the run are only read.
+The module imports little, so that the help appears immediately. Invariant: files of the run are only read.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Serve until Ctrl-C and return the exit status."""
-    os.nice(_NICENESS)  # a run on the same machine comes first, also before the imports
+    os.nice(_NICENESS)  # before the imports: a run on this machine has priority
     from nemo_rl.commands.report.run_files import find_run
     from nemo_rl.commands.report.server import serve
     from nemo_rl.launch import command_line

@@ -1,6 +1,5 @@
-"""Propose parallel sizes, microbatches and memory shares of a run for given machines: `nemo_rl size`.
+"""`nemo_rl size` proposes parallel sizes, microbatches and memory shares of a run for given machines.
 
-`machines` describes GPUs, and `jobs` the models. `candidates` lists possible sizes, `costs` and `engines` estimate
-their seconds, `search` finds the fastest that fit, and `proposal` joins the results. `reasons` explains a proposal,
-`report` writes it.
+`jobs` describes GPUs and models. `candidates` lists possible sizes of a model and estimates their seconds, `search`
+finds the fastest sizes and engines that fit, `proposal` joins the results, and `report` explains and writes a proposal.
 """

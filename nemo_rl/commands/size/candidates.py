@@ -1,4 +1,4 @@
-"""List the sizes that a model may have on its ranks, and write them as keys of its section.
+"""Lists the sizes that a model may have on its ranks, writes them as keys of its section, and estimates their seconds.
 
 Sizes are powers of two, because the numbers of GPUs, heads and rows usually are. Invariant: a candidate divides the
 ranks; whether it is allowed otherwise is checked by the rules of the configuration and the backend.
@@ -95,8 +95,8 @@ def values_of(job: Job, candidate: Candidate) -> dict[str, Any]:
 def batching(job: Job, train_rows: int, pass_rows: int) -> dict[str, Any]:
     """Return the keys for the rows of a microbatch in training and in log-prob passes.
 
-    With sequence packing or dynamic batching the keys count tokens. Otherwise those of training count samples, where a
-    pair is one sample.
+    With sequence packing or dynamic batching the keys count tokens. Otherwise the keys of training count samples, where
+    a pair is one sample.
     """
     section = job.section
     for name in ("sequence_packing", "dynamic_batching"):
@@ -175,7 +175,7 @@ HOST_LINK_GB_S = 25.0
 HOST_MEMORY_GB_S = 10.0
 """Bandwidth of host memory for the optimizer of one rank."""
 _COMPUTED_AGAIN = {"none": 0.0, "selective": 0.15, "full": 1.0}
-"""Forward passes in which a backward pass computes activations again."""
+"""Share of a forward pass that a backward pass computes again, by kind of recomputation."""
 _TWO_BYTES, _FOUR_BYTES, _STATE_BYTES = 2, 4, 16
 
 
@@ -233,7 +233,7 @@ class _Update:
 
     @property
     def passes(self) -> float:
-        """Forward passes that a microbatch is worth: a backward pass is two, without gradients of weights one."""
+        """Cost of a microbatch in forward passes, where a backward pass is two, or one without gradients of weights."""
         if not self.job.role.trains:
             return 1.0
         return (2.0 if self.job.adapts else 3.0) + _COMPUTED_AGAIN[self.candidate.recompute]

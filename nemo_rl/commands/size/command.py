@@ -1,7 +1,7 @@
-"""Define the command line of `nemo_rl size`.
+"""Defines the command line of `nemo_rl size`.
 
-It imports little, so that the help appears immediately. Invariant: the exit status is 0 only for a proposal that fits;
-it is 1 if nothing fits, and 2 if the command line or the configuration is wrong.
+The module imports little, so that the help appears immediately. Invariant: the exit status is 0 only for a proposal
+that fits; it is 1 if nothing fits, and 2 if the command line or the configuration is wrong.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Describe one model whose sizes are searched: its section, its ranks, the rows of an update, counts of parameters.
+"""Describes one model whose sizes are searched: its section, its ranks, the rows of an update, counts of parameters.
 
 Invariant: nothing in a job depends on the sizes that are searched.
 """
@@ -33,7 +33,7 @@ class GpuKind:
     tflops: float
     """Dense bfloat16 operations, in 1e12 a second."""
     memory_gb_s: float
-    """Bandwidth of its memory, in 1e9 bytes a second."""
+    """Bandwidth of the GPU's memory, in 1e9 bytes a second."""
     link_gb_s: float
     """Bandwidth to another GPU of the machine, in 1e9 bytes a second."""
     network_gb_s: float
@@ -62,7 +62,7 @@ def memory_of(text: str) -> float:
     """Read a memory size such as `80GiB`, in GiB.
 
     Raises:
-        ConfigError: it is no positive size in GiB or MiB.
+        ConfigError: the text is no positive size in GiB or MiB.
     """
     found = _SIZE.fullmatch(text.strip())
     number = float(found[1]) if found and found[1].count(".") <= 1 and found[1] != "." else 0.0
@@ -74,10 +74,10 @@ def memory_of(text: str) -> float:
 
 
 def chosen_gpu(name: str | None, memory_gib: float | None) -> GpuKind:
-    """Return a GPU.
+    """Return the kind of GPU that the command line names, with its memory.
 
     Args:
-        name: its name in `GPUS`; None takes the speeds of the first one.
+        name: name of the GPU in `GPUS`; None takes the speeds of the first one.
         memory_gib: its memory; None takes that of the table.
 
     Raises:
@@ -219,7 +219,7 @@ class Job:
         """Check that memory and work of the model can be predicted.
 
         Raises:
-            ConfigError: they cannot.
+            ConfigError: they cannot be predicted.
         """
         if self.backend.rank_memory() is None:
             raise ConfigError(

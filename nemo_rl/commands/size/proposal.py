@@ -1,4 +1,4 @@
-"""Join the sizes of all models and engines of a run to a proposal that fits.
+"""Joins the sizes of all models and engines of a run into a proposal that fits.
 
 Models next to the policy come first, then the policy, then the engines in the memory that is left. If no engine fits
 next to the fastest sizes of the policy, the next ones are tried. Invariant: a proposal has passed the rules of the
@@ -22,7 +22,8 @@ from nemo_rl.utils.errors import ConfigError
 
 _OF_ENGINES = ("engine's weights", "engine's workspace", "key-value cache")
 _MOST_TRIED = 60
-"""Sizes of the policy that are tried with engines, without those whose layout left engines no room."""
+"""Largest number of sizes of the policy that are tried with engines, without sizes whose layout leaves engines no
+room."""
 _LARGER_PASSES = (4, 2)
 
 
@@ -232,7 +233,7 @@ def placed(engines: str, config: MasterConfig, gpu: GpuKind, refused: list[str] 
 
 
 def smallest_cluster(engines: str, config: MasterConfig, gpu: GpuKind) -> tuple[int, int] | None:
-    """Return machines and GPUs of each of the smallest larger cluster, among common ones, with sizes that fit."""
+    """Return the machines, and the GPUs of each, of the smallest common cluster above this one with sizes that fit."""
     nodes, per_node = config.cluster.num_nodes, config.cluster.gpus_per_node
     more = [(1, gpus) for gpus in (2, 4, 8) if nodes == 1 and gpus > per_node]
     whole = max(per_node, _GPUS_OF_A_MACHINE) if nodes == 1 else per_node

@@ -1,4 +1,4 @@
-"""Write a proposal: a table with reasons, overrides to paste, and a YAML file.
+"""Writes a proposal: a table with reasons, overrides to paste, and a YAML file.
 
 Invariant: the overrides and the file set the same keys, and both contain the overrides that the user gave.
 """

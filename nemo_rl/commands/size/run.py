@@ -1,4 +1,4 @@
-"""Run `nemo_rl size`: search sizes, print the proposal, write it, and check it by the dry run."""
+"""Runs `nemo_rl size`: searches sizes, prints the proposal, writes it, and checks it by the dry run."""
 
 import argparse
 import sys
@@ -110,7 +110,7 @@ def shortage_lines(engines: str, local: MasterConfig, gpu: GpuKind, refused: Seq
     """Say what is short by how much, and how many GPUs would do.
 
     Args:
-        engines: what `--engines` asks for; of several divisions the first leaves the policy most.
+        engines: value of `--engines`. If it stands for several divisions, the first one leaves the policy most.
         local: the run, as `described` returns it.
         refused: errors of backends that refused sizes which fit.
     """

@@ -1,4 +1,4 @@
-"""Find the sizes with the fewest estimated seconds that pass the rules, the backend's checks and the memory plan.
+"""Finds the sizes with the fewest estimated seconds that pass the rules, the backend's checks and the memory plan.
 
 The candidates are checked in the order of their estimates, so most of them are never checked. Invariant: the rules of
 the configuration, the training backend and its memory plan decide whether sizes are allowed, never this module.
@@ -60,7 +60,7 @@ class EngineChoice:
     answers: int
     """Answers of a training step for each engine."""
     room: int
-    """Answers of full length for which its cache has room."""
+    """Answers of full length for which the engine's cache has room."""
     seconds: float
     """Estimated seconds to sample a step."""
 
@@ -231,7 +231,7 @@ class Search:
         return self._judged[candidate]
 
     def closest(self) -> Rejected | None:
-        """Return the candidate with too little room that needs least memory, or None if rules refuse all candidates."""
+        """Return the rejected candidate that needs the least memory, or None if rules refuse all candidates."""
         least = [self.judge(candidate) for candidate in self._smallest()]
         without_room = [each for each in least if isinstance(each, Rejected) and each.needs]
         return min(without_room, key=lambda each: each.needs, default=None)
@@ -255,7 +255,7 @@ class Search:
     def _judge(self, candidate: Candidate, seconds: Seconds) -> Fitting | Rejected:
         layout, section = candidate.layout, self.job.section
         packs = section.sequence_packing.enabled or section.dynamic_batching.enabled
-        ruled = (layout, candidate.offload, 0 if packs else candidate.rows)  # what rules depend on
+        ruled = (layout, candidate.offload, 0 if packs else candidate.rows)  # all that rules depend on
         if ruled not in self._broken:
             self._broken[ruled] = self._broken_rule(candidate)
         if self._broken[ruled]:
@@ -277,7 +277,7 @@ class Search:
 
     @cached_property
     def _of_others(self) -> frozenset[str]:
-        """The findings before sizes of a model next to the policy change: those of the policy are found later."""
+        """Findings of the rules before any size of this model changes, except findings about the model itself."""
         job = self.job
         if job.name == "policy":
             return frozenset()

@@ -1,9 +1,8 @@
-"""Handles keys of features that do not exist yet or are not in use.
+"""Handles keys of features that do not exist yet, and keys that have an effect only together with another key.
 
-Keys of features that do not exist are accepted while they switch nothing on, and refused otherwise.
-
-Such keys are listed as `later` in their section, or their field has an `Only` constraint. Invariant: a refusal names
-the feature, says that it is not built yet, and names the values that pass.
+A key of a missing feature is accepted if its value switches nothing on, and refused otherwise. A section lists such
+keys as `later`, or their fields have an `Only` constraint. Invariant: a refusal names the feature, says that it is not
+built yet, and names the values that pass.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ class Only:
     allowed: tuple[Any, ...]
     """Values that are accepted."""
     feature: str | Mapping[Any, str]
-    """Name of the feature that the other values need: one text for all of them, or one for each."""
+    """Name of the missing feature that all other values need, or a name for each of the other values."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
@@ -40,23 +39,23 @@ class OnlyWith:
     """Marks a key that has an effect only if another key has certain values, and that the loader reports otherwise."""
 
     key: str
-    """The other key: in the same section, or with each leading dot in the section above."""
+    """The other key, in the same section; each leading dot means one section further up."""
     values: tuple[Any, ...] = ()
-    """Its values with which this key acts; none: all that switch something on."""
+    """Values of the other key with which this key has an effect; if empty, all values that switch something on."""
 
     def path_from(self, section: Sequence[str | int]) -> tuple[str | int, ...]:
-        """Return the path of the other key for a key of the section at a path."""
+        """Return the path of the other key, given the path of the section that has this key."""
         name = self.key.lstrip(".")
         above = len(self.key) - len(name)
         return (*section[: len(section) - above], *name.split("."))
 
     def holds(self, value: Any) -> bool:
-        """Return whether a value of the other key lets this key act."""
+        """Return whether this key has an effect if the other key has this value."""
         return value in self.values if self.values else not is_off(value)
 
     @property
     def reason(self) -> str:
-        """The condition, for people."""
+        """The condition as text for the user."""
         shown = " or ".join(str(value).lower() if isinstance(value, bool) else str(value) for value in self.values)
         return f"only with {self.key.lstrip('.')}{f'={shown}' if shown else ''}"
 
@@ -78,10 +77,10 @@ class Later:
                 yield key, f"{NOT_BUILT}: {feature}. Values that pass: {_passing(values[key], neutral)}"
 
     def drop(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `values` without these keys.
+        """Return `values` without the keys whose features do not exist yet.
 
         Raises:
-            PydanticCustomError: one of them switches its feature on.
+            PydanticCustomError: one of these keys switches its feature on.
         """
         for key, refusal in self.switched_on(values):
             raise PydanticCustomError("not_available", "{refusal}", {"refusal": refusal, "key": key})
@@ -98,7 +97,7 @@ def is_off(value: Any, neutral: Collection[Any] = ()) -> bool:
 
 
 def _passing(value: Any, neutral: Collection[Any]) -> str:
-    """Return the accepted values of the same kind as a refused value."""
+    """Return, as text, the values that would be accepted instead of a refused value."""
     if isinstance(value, Mapping):
         empty = "enabled: false" if "enabled" in value else "{}"
     elif isinstance(value, bool):

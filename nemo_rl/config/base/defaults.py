@@ -1,4 +1,4 @@
-"""Fill in the defaults of a tree of plain values, before its types are checked.
+"""Fills in the defaults of a tree of plain values, before its types are checked.
 
 A default that follows other keys is an OmegaConf interpolation in the schema (`section.derived`), so that files may
 refer to its value. Keys that depend on typed values are filled afterwards, by `config.runs.dependent_keys`. Invariant:
@@ -65,8 +65,8 @@ def fill_defaults(section: type[BaseModel], tree: Mapping[str, Any]) -> tuple[di
         tree: plain dicts and lists.
 
     Returns:
-        The full tree (derived defaults as interpolation texts, required keys as `???`), and for each
-        derived default its dotted path with the value to take when it cannot be resolved.
+        The full tree, in which derived defaults are interpolations and required keys are `???`, and a dict from the
+        dotted path of each derived default to the value that it has if the interpolation cannot be resolved.
     """
     derived: dict[str, Any] = {}
     filled = _fill(Slot.of_section(section), tree, "", derived)

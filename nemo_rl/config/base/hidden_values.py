@@ -1,8 +1,8 @@
 """Finds the values of a configuration that files and trackers must not show: secrets.
 
 A text that is read from the environment (`${oc.env:NAME}`, also through other keys) is written as its interpolation. A
-text under a name of secrets, such as API_KEY or password, and the login in a URL are written as `***`. Invariant:
-`public_values` is the only way in which a configuration leaves the processes of a run.
+text under a name that secrets have, such as API_KEY or password, and the login in a URL are written as `***`.
+Invariant: `public_values` is the only way in which a configuration leaves the processes of a run.
 """
 
 import re
@@ -17,7 +17,7 @@ type Place = tuple[str | int, ...]
 """Path of a value in a configuration."""
 
 HIDDEN = "***"
-"""Stands for a secret that was written as it is."""
+"""Text that replaces a secret which is written literally in the configuration."""
 
 _FROM_ENVIRONMENT = "${oc.env:"
 _REFERENCE = re.compile(r"\$\{(\.*)([^${}:,]*)\}")
@@ -33,11 +33,11 @@ _ABSENT = object()
 
 
 def hidden_values(unresolved: Mapping[str, Any], values: Mapping[str, Any]) -> dict[Place, str]:
-    """Return the text to write in place of each secret, by the place of the secret.
+    """Return the text to write instead of each secret, as a dict by the path of the secret.
 
     Args:
         unresolved: plain dicts and lists, with interpolations.
-        values: the same with resolved interpolations.
+        values: the same values with interpolations resolved.
     """
     texts = dict(_texts(unresolved, ()))
     found = {place: text for place, text in texts.items() if _FROM_ENVIRONMENT in text}
@@ -53,7 +53,7 @@ def hidden_values(unresolved: Mapping[str, Any], values: Mapping[str, Any]) -> d
 
 
 def _copies(place: Place, text: str, found: Mapping[Place, str]) -> dict[Place, str]:
-    """Return the places that a text with interpolations fills from places that were found."""
+    """Return the places to which the interpolations of a text copy hidden values, each with the text to write there."""
     copies: dict[Place, str] = {}
     for dots, name in _REFERENCE.findall(text):
         target: Place = (*(place[: -len(dots)] if dots else ()), *(_part(each) for each in name.split(".") if each))
@@ -70,7 +70,7 @@ def _part(text: str) -> str | int:
 
 
 def without_secret(name: str, text: str) -> str:
-    """Return the public part of a text that was written under a name."""
+    """Return a text with its secrets replaced by `***`, where `name` is the key or the variable that holds the text."""
     is_secret = _VARIABLE.fullmatch(name) if name.isupper() else _KEY.fullmatch(name.lower())
     return HIDDEN if is_secret and text else _LOGIN.sub(f"{HIDDEN}@", text)
 
@@ -87,7 +87,7 @@ def _texts(tree: Any, place: Place) -> Iterator[tuple[Place, str]]:
 
 
 def places_still_hidden(values: Any) -> list[Place]:
-    """Return the places of secrets that a file of a run hides, so that they have to be given again."""
+    """Return the places where a file of a run has `***` instead of a secret, which the user has to give again."""
     return [
         place
         for place, text in _texts(values, ())
@@ -100,7 +100,7 @@ def public_values(config: BaseModel, mode: Literal["json", "python"] = "json") -
 
     Args:
         config: a master configuration, or a section.
-        mode: `json` has only values that JSON can hold, `python` those of `model_dump`.
+        mode: `json` gives only values that JSON can hold, `python` gives those of pydantic's `model_dump`.
     """
     values = config.model_dump(mode=mode)
     for place, text in hidden_in(config).items():
@@ -110,7 +110,7 @@ def public_values(config: BaseModel, mode: Literal["json", "python"] = "json") -
 
 
 def hidden_in(config: BaseModel) -> Mapping[Place, str]:
-    """Return the findings of `hidden_values` when a configuration was loaded, or none if it was built in code."""
+    """Return the result of `hidden_values` for a configuration that was loaded, or none if it was built in code."""
     found: Mapping[Place, str] = getattr(config, "hidden_places", {})
     return found
 
@@ -118,7 +118,8 @@ def hidden_in(config: BaseModel) -> Mapping[Place, str]:
 def public_text(text: str, config: BaseModel) -> str:
     """Return a text, for example a command line, with the secrets of a configuration replaced.
 
-    Short values, which other words may contain, stay: below 3 characters, or 8 where only the environment makes it one.
+    A secret of fewer than 3 characters stays, because other words may contain it. So does one of fewer than 8
+    characters that is a secret only because it comes from the environment.
     """
     values = config.model_dump()
     for place, shown in hidden_in(config).items():
@@ -130,7 +131,10 @@ def public_text(text: str, config: BaseModel) -> str:
 
 
 def _where(place: Place, values: Mapping[str, Any]) -> Iterator[Place]:
-    """Yield where a place of the files is in a configuration: there, or in the mapping that takes further keys."""
+    """Yield the places at which a configuration has the value of `place` in a file.
+
+    This is the same place, or a place in the mapping of a section that takes further keys (`Section.rest`).
+    """
     if value_at(values, place, _ABSENT) is not _ABSENT:
         yield place
         return

@@ -1,4 +1,4 @@
-"""Names that keys accept: of data sets, without importing their code, and of parts of a run.
+"""Lists the names that keys accept: names of data sets, without importing their code, and of parts of a run.
 
 A key that chooses a part takes a built-in name or the dotted path of a class.
 """
@@ -19,7 +19,7 @@ ARITHMETIC_PREFERENCE = "arithmetic_preference"
 EPISODES = "episodes"
 PROMPTS = "PromptDataset"
 ROW = "row"
-"""Key of a sample's metadata for the columns of its row, where the environment gets them."""
+"""Key in the metadata of a sample that holds the columns of its row, if the environment gets them."""
 PLAIN_TEXT = "arrow_text"
 NEMO_GYM_ROWS = "NemoGymDataset"
 ARITHMETIC_PRODUCTS = "arithmetic_products"
@@ -84,10 +84,10 @@ VALIDATION_METRICS: tuple[str, ...] = (
     "truncation_rate",
     PASS_K,
 )
-"""Metrics of a validation that samples answers; pass_k with several answers per prompt."""
+"""Metrics of a validation that samples answers; pass_k exists only with several answers per prompt."""
 
 OVERRIDE_MARKER = "_override_"
-"""Key of a mapping that replaces an inherited one as a whole."""
+"""Key with which a mapping replaces an inherited mapping as a whole."""
 
 BUILT_IN_ENVIRONMENTS: tuple[str, ...] = (
     *("math", "reward", "math_default", "math_multi_reward", "code", "code_jaccard", "reward_model", "llm_judge"),
@@ -120,7 +120,7 @@ class PartName:
 
     @property
     def allowed(self) -> str:
-        """The values that pass, for people."""
+        """The accepted values as text for the user."""
         return " or ".join([*self.names, OWN_CLASS])
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

@@ -1,8 +1,8 @@
 """Finds files that a configuration names by a relative path.
 
-Invariant: a relative path means the current folder first, then the folder that holds `examples/`: the repository root,
-or in an installed wheel the package itself. A bare name, such as `grpo_math_cpu.yaml` or `tiny-chat`, may also be that
-of a file or model of the library.
+Invariant: a relative path is looked up in the current folder first, and then in the folder that holds `examples/`,
+which is the repository root or, in an installed wheel, the package itself. A bare name, such as `grpo_math_cpu.yaml` or
+`tiny-chat`, may also name a file or a model of the library.
 """
 
 from pathlib import Path

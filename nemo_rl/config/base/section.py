@@ -1,4 +1,4 @@
-"""Defines the base class of every config section: one place for each default, unknown keys refused.
+"""Defines the base class of all config sections, which declare the default of each key and refuse unknown keys.
 
 Section files (grpo.py, policy.py, ...) declare keys; load.py reads files into them. Defaults that follow from other
 keys are OmegaConf interpolations in the schema, e.g. `${.train_micro_batch_size}`. A section can be used as a mapping
@@ -35,7 +35,7 @@ def derived(interpolation: str) -> Any:
 
 
 class Section(BaseModel):
-    """A group of keys, each with a text below it that is its sentence on the reference page.
+    """A group of keys. The text below a key is its description on the reference page.
 
     Class attributes a section may set (each a mapping from key to a text for the user, unless stated otherwise):
         later: NeMo RL keys of features that do not exist yet; accepted while off, refused when on.
@@ -128,7 +128,7 @@ class Section(BaseModel):
             getattr(self, other)._other_section = getattr(self, own)
 
     def __getattr__(self, name: str) -> Any:
-        """Return a key by its other name, or a key of the sibling section."""
+        """Return the value of a key by its other name, or the value of a key of the sibling section."""
         if name in type(self).renamed:
             return getattr(self, type(self).renamed[name])
         if (
@@ -162,7 +162,7 @@ class Section(BaseModel):
         return getattr(self, key)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        """Set a key, with a mapping checked and filled in as if it were written in the file.
+        """Set a key. A mapping is checked and filled in as if it were written in a file.
 
         Raises:
             ConfigError: a key is unknown, or a value of a wrong type or out of range.
@@ -207,10 +207,10 @@ class Section(BaseModel):
 
 
 def with_rest(section: type[Section], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the keys that a section does not have into its mapping for them."""
+    """Move the keys that a section does not declare into the mapping that takes such keys (`rest`)."""
     own, rest = known_keys(section), values.get(section.rest, {})
     if not isinstance(rest, Mapping):
-        return dict(values)  # its type is refused
+        return dict(values)  # pydantic refuses its type
     others = {key: value for key, value in values.items() if key not in own}
     return {
         **{key: values[key] for key in values if key in own},

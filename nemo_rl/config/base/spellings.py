@@ -22,19 +22,20 @@ def unified(schema: type[BaseModel], tree: Any, *, newer_wins: bool = False) -> 
     """Return a copy of a tree with every key in its own section.
 
     Args:
-        schema: section that `tree` is.
+        schema: section class of `tree`.
         tree: plain dicts and lists.
-        newer_wins: values in the other section were written later and win; otherwise the two may not differ.
+        newer_wins: whether values under the other name were written later and replace those under the own name.
+            If false, the values must not differ.
 
     Raises:
-        ConfigError: a key has one value in its own section and another one in the other.
+        ConfigError: a key has one value in its own section and a different one in the other section.
     """
     has_two_names = bool(_shared(schema) or _renamed(schema))
     return _unified(Slot.of_section(schema), tree, schema, newer_wins) if has_two_names else tree
 
 
 def in_own_section(schema: type[BaseModel], text: str) -> str:
-    """Rewrite a dotted path, or a text with interpolations, to the sections that hold the keys."""
+    """Rewrite a dotted path, or the interpolations of a text, so that they name the sections that hold the keys."""
     for other, own in _renamed(schema).items():
         text = re.sub(rf"(?<![^.{{]){other}(?![^.}}])", own, text)
     for other, (own, keys) in _shared(schema).items():
@@ -44,7 +45,7 @@ def in_own_section(schema: type[BaseModel], text: str) -> str:
 
 @cache
 def _renamed(schema: type[BaseModel]) -> dict[str, str]:
-    """Return, for the section and all below it: other name of a key -> its own name."""
+    """Return the own name of each key by its other name, for the keys of the section and of all sections below it."""
     found: dict[str, str] = dict(getattr(schema, "renamed", {}))
     for field in schema.model_fields.values():
         slot = Slot.of(field.annotation, field.metadata)
@@ -55,7 +56,7 @@ def _renamed(schema: type[BaseModel]) -> dict[str, str]:
 
 @cache
 def _shared(schema: type[BaseModel]) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """Return, for the section and all below it: other section name -> (own section name, keys that both accept)."""
+    """Return, by the name of each other section, the name of the own section and the keys that both accept."""
     found: dict[str, tuple[str, tuple[str, ...]]] = {}
     for name, field in schema.model_fields.items():
         for below in Slot.of(field.annotation, field.metadata).sections:
@@ -82,7 +83,7 @@ def _unified(slot: Slot, tree: Any, schema: type[BaseModel], newer_wins: bool) -
 
 
 def _under_own_names(tree: Mapping[str, Any], names: Mapping[str, str], newer_wins: bool) -> dict[str, Any]:
-    """Return a mapping in which each key has its own name."""
+    """Return a mapping with the own name of each key in place of its other name."""
     renamed = {names.get(key, key): value for key, value in tree.items()}
     for other, own in names.items():
         if other in tree and own in tree:
@@ -96,7 +97,7 @@ def _under_own_names(tree: Mapping[str, Any], names: Mapping[str, str], newer_wi
 def _moved(
     tree: Mapping[str, Any], other: str, own: str, keys: tuple[str, ...], newer_wins: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return both sections after moving `keys`."""
+    """Return the other section without `keys`, and the own section with them."""
     given = {key: value for key, value in tree[other].items() if key in keys}
     kept = dict(tree.get(own) or {})
     differing = [key for key, value in given.items() if key in kept and kept[key] != value]

@@ -37,7 +37,7 @@ class NamedSections:
         return core_schema.no_info_before_validator_function(self._unified, handler.generate_schema(self.typed_dict))
 
     def _unified(self, values: Any) -> Any:
-        """Move each switch into its section, which a switch that is off does not need."""
+        """Move each switch into its section, but drop a switch that is off if its section is not written."""
         if not isinstance(values, Mapping):
             return values
         moved = {key: value for key, value in values.items() if key not in dict(self.switches)}
@@ -98,7 +98,7 @@ class Slot:
 
     @property
     def takes_numbers_only(self) -> bool:
-        """True if this is a number, or null: no switch and no text."""
+        """True if this is a place for a number, or for a number or null."""
         options = [option for option in _options(self.annotation) if option is not type(None)]
         return bool(options) and all(option in (int, float) for option in options)
 
@@ -109,7 +109,7 @@ class Slot:
         return bool(kinds) and not self.optional
 
     def section_for(self, keys: Iterable[str]) -> type[BaseModel] | None:
-        """Return the section that a mapping with these keys most likely is."""
+        """Return the section class that a mapping with these keys most likely belongs to."""
         if len(self.sections) == 1:
             return self.sections[0]
         given = set(keys)
@@ -146,7 +146,7 @@ FREE = Slot()
 
 @cache
 def _slot_in(section: type[BaseModel], key: str) -> Slot | None:
-    """Return the place below a key of a section, or None if it has no such key and takes no others."""
+    """Return the place below a key of a section, or None if the section has no such key and takes no further keys."""
     field = section.model_fields.get(key)
     if field is not None:
         return Slot.of(field.annotation, field.metadata)
@@ -168,7 +168,7 @@ def known_keys(section: type[BaseModel]) -> set[str]:
 def mappings_in(
     slot: Slot, tree: Any, path: tuple[str | int, ...] = ()
 ) -> Iterator[tuple[Slot, Mapping[str, Any], tuple[str | int, ...]]]:
-    """Yield every mapping of a tree below places of the schema: its place, the mapping and its path.
+    """Yield each mapping of a tree that the schema describes, as its place in the schema, the mapping and its path.
 
     Args:
         slot: the place of `tree`.
@@ -244,7 +244,7 @@ def _bounds_text(metadata: Iterable[Any]) -> str:
 
 
 def _number_text(bound: float) -> str:
-    """Return a bound as text, with an exponent if it is large, as 10^6."""
+    """Return a bound as text, with an exponent if it is large, such as 10^6."""
     exponent = round(math.log10(bound)) if bound >= 1e6 else 0
     return f"10^{exponent}" if exponent and bound == 10**exponent else str(bound)
 

@@ -16,21 +16,21 @@ _LARGEST = 1e9
 Workers = Annotated[int, Field(gt=0, le=_MOST_WORKERS)]
 """Processes or threads of one machine."""
 WorkersOrNone = Annotated[int, Field(ge=0, le=_MOST_WORKERS)]
-"""The same; 0: none."""
+"""Processes or threads of one machine; 0 for none."""
 Count = Annotated[int, Field(gt=0, le=_MOST)]
 """Things that are handled together or one after another: samples of a step, machines, ranks, layers, attempts."""
 CountOrZero = Annotated[int, Field(ge=0, le=_MOST)]
-"""The same; 0: none."""
+"""A `Count`, or 0 for none."""
 CountOrMinusOne = Annotated[int, Field(ge=-1, le=_MOST)]
-"""The same; -1 has a meaning of its own."""
+"""A `Count`, or -1, which has a meaning of its own for each key."""
 Amount = Annotated[int, Field(gt=0, le=_MOST_STORED)]
 """Things that add up over a run or fill memory: steps, rows of a data set, bytes, characters."""
 AmountOrZero = Annotated[int, Field(ge=0, le=_MOST_STORED)]
-"""The same; 0: none."""
+"""An `Amount`, or 0 for none."""
 AmountOrMinusOne = Annotated[int, Field(ge=-1, le=_MOST_STORED)]
-"""The same; -1 has a meaning of its own."""
+"""An `Amount`, or -1, which has a meaning of its own for each key."""
 Tokens = Annotated[int, Field(gt=0, lt=2**31)]
-"""Tokens; engines and kernels number them with 32 bits."""
+"""A number of tokens. Engines and kernels number tokens with 32 bits."""
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 """The number of a token in a vocabulary."""
 Mebibytes = Annotated[int, Field(gt=0, le=2**26)]
@@ -40,19 +40,19 @@ ProgramMebibytes = Annotated[int, Field(ge=16, le=2**26)]
 Gibibytes = Annotated[float, Field(ge=0.0625, le=2.0**16)]
 """Memory in GiB; a process of the library does not start with less than 64 MiB."""
 Seconds = Annotated[float, Field(gt=0, le=_LARGEST)]
-"""Seconds."""
+"""A duration in seconds."""
 Share = Annotated[float, Field(ge=0, le=1)]
-"""A part of a whole."""
+"""A fraction from 0 to 1."""
 Number = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST)]
-"""A reward, a limit of one, or another number with a sign."""
+"""A number of either sign, such as a reward or a limit of rewards."""
 Factor = Annotated[float, Field(gt=0, le=_LARGEST)]
 """A number that something is multiplied with, or a norm."""
 FactorOrZero = Annotated[float, Field(ge=0, le=_LARGEST)]
-"""The same; 0 switches the term off."""
+"""A `Factor`, or 0, which switches the term off."""
 LearningRate = Annotated[float, Field(gt=0, le=1000)]
 """A learning rate."""
 LearningRateOrZero = Annotated[float, Field(ge=0, le=1000)]
-"""The same; 0: none."""
+"""A `LearningRate`, or 0."""
 Port = Annotated[int, Field(ge=1, le=65535)]
 """A TCP port."""
 
@@ -96,7 +96,7 @@ def _checked_address(address: str) -> str:
 
 
 def _problem_of(address: str) -> str | None:
-    """Return why an address is wrong, or None if it can be connected to."""
+    """Return why an address cannot be used, or None if it can be used."""
     try:
         parts = urlsplit(address)
         port = parts.port

@@ -19,7 +19,7 @@ ALGORITHMS: Mapping[str, type[RunConfig]] = {
     "distillation": DistillationMasterConfig,
     "eval": EvalMasterConfig,
 }
-"""Master configuration by the section that only its algorithm has."""
+"""Master configuration of each algorithm, by the name of the section that only this algorithm has."""
 
 
 def algorithm_of(path: str | Path) -> str:

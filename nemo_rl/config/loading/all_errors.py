@@ -22,7 +22,7 @@ from nemo_rl.utils.errors import ConfigError
 
 
 def collect_errors(path: str | Path, algorithm: str, overrides: Sequence[str] = ()) -> list[str]:
-    """Return the errors of a configuration, key by key, or an empty list if it loads.
+    """Return the errors of a configuration, key by key, or an empty list if the configuration loads.
 
     Rules between keys are checked only after every single key is right.
 
@@ -55,7 +55,7 @@ def _known(schema: type[RunConfig], layer: Layer, found: list[str], variables: C
 
 
 def _unbuilt_environments(config: RunConfig) -> Iterator[str]:
-    """Yield data entries with an environment of NeMo RL that is not built here. A run checks its own registry."""
+    """Yield an error for each data entry whose environment exists in NeMo RL, but not here."""
     for name, environment in config.env_entries():
         if environment in NOT_BUILT_ENVIRONMENTS:
             yield f"{name}.env_name={environment}: {NOT_BUILT}, unless the name is registered for one of your own."

@@ -1,9 +1,9 @@
 """Finds the keys that a user wrote and that have no effect in the run, each with the reason.
 
-There are four kinds: keys that never have one (`Section.idle`, `Section.ignored`), keys of a section that is switched
-off, keys that act only where another key has certain values (`OnlyWith`), and sections that nothing of the run uses
-(`RunConfig.unused`). Invariant: a key that was written before the key that makes it idle is not reported, so a user who
-switches a feature off is not told about the keys of the file that is inherited from.
+There are four kinds: keys that never have an effect (`Section.idle`, `Section.ignored`), keys of a section that is
+switched off, keys that act only where another key has certain values (`OnlyWith`), and sections that nothing of the run
+uses (`RunConfig.unused`). Invariant: a key that was written before the key that makes it idle is not reported, so a
+user who switches a feature off is not told about keys of an inherited file.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,9 +26,9 @@ class IdleKey(NamedTuple):
     path: Path
     """Path of the key."""
     reason: str
-    """Why it has none."""
+    """Reason why the key has no effect."""
     deciders: Sequence[Path] = ()
-    """Paths of the keys whose values make it so."""
+    """Paths of the keys whose values make this key idle."""
 
 
 def idle_keys(config: Section, values: Mapping[str, Any], sources: Sources) -> list[IdleKey]:
@@ -36,7 +36,7 @@ def idle_keys(config: Section, values: Mapping[str, Any], sources: Sources) -> l
 
     Args:
         config: the typed configuration.
-        values: the same as plain values.
+        values: the configuration as plain dicts and lists.
         sources: the file or override that wrote each key.
     """
     found = list(_unused(config))

@@ -1,7 +1,7 @@
 """Reads YAML files that inherit from others by a `defaults:` key.
 
-It returns the layers of a configuration, parents first, for load.py. Invariant: a path in `defaults:` is relative to
-the file that names it, or the bare name of a base file of the library; interpolations stay unresolved, so a child also
+`read_layers` returns the layers of a configuration, parents first. Invariant: a path in `defaults:` is relative to the
+file that names it, or the bare name of a base file of the library; interpolations stay unresolved, so a child also
 changes what depends on the key it overrides.
 """
 
@@ -21,7 +21,7 @@ from nemo_rl.files.regular_file import read_text, require_regular
 from nemo_rl.utils.errors import ConfigError
 
 _ODD_NUMBER = re.compile(r"[\s\[,:-][-+]?(?:\d[\d_]*(?::[0-5]?\d)+(?:\.\d*)?|0[0-7_]*[0-7])")
-"""Numbers that YAML reads with base 60 or 8, after what separates them from the text before."""
+"""Matches a number that YAML reads in base 60 or 8, together with the character before it."""
 
 MOST_VALUES = 1_000_000
 """Most values in a file after its anchors are expanded."""
@@ -33,7 +33,7 @@ class Layer:
 
     path: Path
     content: DictConfig
-    """Its keys without `defaults`, interpolations unresolved."""
+    """The keys of the file without `defaults`, with unresolved interpolations."""
 
 
 def read_layers(path: str | Path) -> list[Layer]:

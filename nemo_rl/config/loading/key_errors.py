@@ -21,7 +21,7 @@ def refuse_unknown_keys(schema: type[BaseModel], tree: Any, where: str, variable
     """Check every key of `tree`.
 
     Args:
-        schema: section that `tree` should be.
+        schema: section class of `tree`.
         tree: plain dicts and lists.
         where: file or override, for the message.
         variables: keys at the top level that only interpolations read.
@@ -82,7 +82,7 @@ def _nearest(key: str, parent: Sequence[str | int], siblings: list[str], schema:
 
 
 def _all_keys(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
-    """Yield each key's last name with its dotted path, ending with the shallowest path of a name."""
+    """Yield the last part of each key's name and the dotted path of the key, with the keys of deeper sections first."""
     for name, field in section.model_fields.items():
         slot = Slot.of(field.annotation, field.metadata)
         below = {type_.__name__: type_ for type_ in slot.sections}
@@ -104,7 +104,7 @@ def problem_lines(schema: type[BaseModel], details: Sequence[ErrorDetails], tree
 
 
 def _covered(path: Sequence[str | int], precise: Sequence[tuple[str | int, ...]]) -> bool:
-    """Return whether another error is about a path or a key below it, so that it says more than the type does."""
+    """Return whether a more precise error is about this path or about a key below it."""
     return any(other[: len(path)] == tuple(path) for other in precise)
 
 
@@ -171,7 +171,7 @@ def _lower(message: str) -> str:
 _LONGEST_NAME = 4096
 """Characters of the longest path on Linux."""
 _ONE_LINE = ("name", "dir", "path", "file", "host", "url", "service", "program", "plugin", "metric", "project")
-"""Last words of keys that hold names and paths, which have one line."""
+"""Last words of the names of keys that hold names or paths, whose values must be one line."""
 _WHITE_SPACE = "\t\n\r\f\v"
 
 type Place = tuple[str | int, ...]
@@ -247,7 +247,7 @@ def _problem_of(value: Any, key: str, place: Slot | None) -> str | None:
 
 
 def _problem_of_text(text: str, *, is_name: bool) -> str | None:
-    """Return why a text cannot be used: signs that files and terminals do not show, or a name that is none."""
+    """Return why a text cannot be used, for example because it has control characters, or None if it can be used."""
     if text.isascii() and text.isprintable() and len(text) <= _LONGEST_NAME:
         return None
     allowed = "" if is_name else _WHITE_SPACE

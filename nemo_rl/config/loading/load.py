@@ -70,7 +70,7 @@ def load_config[Config: Section](
         overrides: texts in Hydra's grammar, e.g. `["grpo.seed=1", "+policy.optimizer.kwargs.amsgrad=true"]`.
         schema: the master config class of the algorithm.
         check: also check keys against each other and look for the files they name.
-        program_keys: keys of a program, as in a file that inherits from `path`.
+        program_keys: keys that a program sets, which act like a file that inherits from `path`.
 
     Returns:
         The configuration with plain values; paths that exist are absolute.
@@ -101,7 +101,7 @@ def config_of[Config: Section](
 
 
 def _layer_of(tree: Mapping[str, Any] | DictConfig) -> Layer:
-    """Return the keys of a program like those of a file."""
+    """Return keys and values of a program as a layer, like those of a file."""
     try:
         content = tree if isinstance(tree, DictConfig) else OmegaConf.create(plain_values(tree))
     except OmegaConfBaseException as error:
@@ -203,7 +203,7 @@ def save_resolved(config: BaseModel, path: str | Path) -> None:
 
 
 def layers_of(schema: type[Section], files: Sequence[Layer]) -> list[Layer]:
-    """Return the files, parents first, with each key in its own section, where empty sections inherit everything."""
+    """Return the layers with each key in its own section, and with `section:` without keys as an empty mapping."""
     return [_in_own_sections(schema, layer) for layer in files]
 
 
@@ -242,7 +242,7 @@ def validated[Config: Section](
     except OmegaConfBaseException as error:
         values, failure = unresolved, _unresolvable(error, sources)
     known = known_keys(schema)
-    values = {key: value for key, value in values.items() if has_key(known, key)}  # without variables
+    values = {key: value for key, value in values.items() if has_key(known, key)}  # drops variables of interpolations
     lines = [*_take_out_not_built(schema, values, sources), *unusable_values(schema, values, unresolved, sources)]
     try:
         config = schema.model_validate(values)
@@ -267,7 +267,7 @@ def validated[Config: Section](
 
 
 def _details_of(error: ValidationError) -> list[ErrorDetails]:
-    """Return pydantic's errors, or none where a text is no UTF-8, which `unusable_values` reports."""
+    """Return pydantic's errors, or none if a text is not UTF-8, because `unusable_values` reports such a text."""
     try:
         return error.errors()
     except UnicodeEncodeError:

@@ -70,7 +70,7 @@ def _renamed(tree: Any, rename: Any) -> Any:
 
 
 def _dotted_keys(tree: Any) -> Iterator[str]:
-    """Yield keys with dots, and environments with dots that data entries name."""
+    """Yield each key that contains a dot, and each name with a dot that a data entry has as `env_name`."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             if isinstance(key, str) and "." in key:
@@ -220,7 +220,7 @@ def _refuse_unknown_environment(path: Sequence[str], tree: Any, override: Overri
 
 
 def _suggest_near_argument(path: Sequence[str], tree: Any, override: Override) -> None:
-    """Refuse a new name in a mapping with free names that has a similar one, before Hydra advises to add it."""
+    """Refuse a new name that resembles a present one in a mapping with free names, before Hydra advises to add it."""
     present = value_at(tree, path[:-1])
     if override.type != OverrideType.CHANGE or not isinstance(present, dict) or path[-1] in present:
         return

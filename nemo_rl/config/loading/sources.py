@@ -45,7 +45,7 @@ class Sources:
     def rank(self, path: Sequence[str | int]) -> int:
         """Return the number of the last file that sets `path` or a key below it, or -1 if no file does.
 
-        All overrides together have the number after that of the last file, since their order says little.
+        All overrides together have one number, which is higher than the number of every file.
         """
         dotted = dotted_path(path)
         for key, _, value in self.overrides:
@@ -76,7 +76,7 @@ class Sources:
 
 
 def _replaces(path: Sequence[str | int], content: Any) -> bool:
-    """Return whether a file drops earlier values at `path`: by the marker, or by a value that has no keys."""
+    """Return whether a file drops earlier values at `path`, because it replaces a mapping above `path` as a whole."""
     above = [value_at(content, path[:depth], _ABSENT) for depth in range(1, len(path))]
     return any(
         value is not _ABSENT and (not isinstance(value, Mapping) or value.get(OVERRIDE_MARKER) is True)

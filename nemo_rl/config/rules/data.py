@@ -60,7 +60,7 @@ def check_environment(place: str, env_name: str | None, environments: Collection
     """Check that the environment that grades answers is one of `env`.
 
     Args:
-        place: key of the entry that names it.
+        place: key of the entry that names the environment.
         environments: names in `env`.
     """
     if env_name is None:
@@ -74,9 +74,10 @@ def check_environment(place: str, env_name: str | None, environments: Collection
 
 
 def check_unused(environments: Collection[str], used: Collection[str | None]) -> Findings:
-    """Check that no environment is unused because of its name: a misspelled one, or a part of a name with dots.
+    """Check that no environment is unused because its name is misspelled or is only the first part of a dotted name.
 
-    Others may be unused, for example those of a file that is inherited from; they are reported as without effect.
+    Other environments may be unused, for example those of an inherited file. The loader reports that they have no
+    effect.
 
     Args:
         environments: names in `env`.

@@ -1,8 +1,9 @@
 """Checks that the generation ranks of the machines divide into engines.
 
 `models.generation.vllm.check` checks the sizes against the model, which it reads. Ranks are numbered machine by machine
-and engine by engine, within an engine tensor parallelism first. Invariant: an engine that fits on a machine is on one;
-a larger one takes whole machines, and its tensor-parallel groups stay on a machine or take whole ones.
+and engine by engine, within an engine tensor parallelism first. Invariant: an engine that fits on one machine is placed
+on one. A larger engine takes whole machines, and each of its tensor-parallel groups stays on one machine or takes whole
+machines.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,7 +31,7 @@ def ranks_of_engine(engine: EngineConfig) -> int:
 
 
 def replicas_of_engine(engine: EngineConfig) -> int:
-    """Return how often an engine has its layers other than experts, which are divided over all of its ranks."""
+    """Return the number of copies of the layers other than experts in one engine, whose ranks divide the experts."""
     return max(1, engine.expert_parallel_size // engine.tensor_parallel_size)
 
 
@@ -85,7 +86,7 @@ def _remainder(size: int, count: int) -> str:
 
 
 def _whole(least: int, machines: int) -> list[int]:
-    """Return the sizes of engines that fit on machines with `least` ranks, or take whole ones."""
+    """Return the sizes of engines that fit on machines with `least` ranks, or that take whole machines."""
     within = [n for n in range(1, least) if least % n == 0]
     return within + [n * least for n in range(1, machines + 1) if machines % n == 0]
 
@@ -105,7 +106,7 @@ def check_engines(section: str, generation: GenerationConfig, counts: Sequence[i
 
     Args:
         section: name of the section of `generation`.
-        counts: ranks of generation on each machine; empty or zeros: not known yet.
+        counts: number of generation ranks on each machine; empty or all 0 if it is not known yet.
         keys: keys that set these numbers.
     """
     engine = generation.engine

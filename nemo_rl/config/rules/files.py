@@ -1,4 +1,4 @@
-"""Check the files and folders that keys name, if these can only be local.
+"""Checks the files and folders that keys name, if these can only be local.
 
 Invariant: nothing is read; only the existence of paths is checked.
 """
@@ -54,7 +54,7 @@ def check_files(paths: Iterable[PathKey]) -> Findings:
 
 
 def _irregular(path: Path) -> str | None:
-    """Return which file below a path no reader may open, or None if all are readable."""
+    """Return the name of a file at or below a path that cannot be read, with the reason, or None if all can be read."""
     try:
         require_regular_files(path) if path.is_dir() else require_regular(path)
     except OSError as error:

@@ -17,11 +17,11 @@ _JOINED = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     ("mlp.gate_proj", "mlp.up_proj"),
 )
-"""Matrices that vLLM joins, so that they have one number format."""
+"""Matrices that vLLM joins into one, which must therefore have the same number format."""
 
 
 def _check_joined(key: str, texts: Sequence[str]) -> Findings:
-    """Check that texts of names take all matrices that are joined, or none of them."""
+    """Check that the texts match all matrices of a group that vLLM joins, or none of them."""
     for group in _JOINED:
         taken = [name for name in group if any(text in name for text in texts)]
         if 0 < len(taken) < len(group):
@@ -76,12 +76,12 @@ def check_engine_formats(policy: PolicyConfig, cluster: ClusterConfig) -> Findin
 
 
 _TOKENS = {"tensorwise": 16, "delayed": 16, "mxfp8": 32, "blockwise": 128}
-"""Tokens of which a matrix product in each recipe takes a multiple: dimensions of float8 products are multiples of 16,
-and whole blocks where a scale belongs to one."""
+"""Number that must divide the tokens of a matrix product, by recipe. Dimensions of float8 products are multiples of 16,
+and a recipe with one scale for each block needs whole blocks."""
 
 
 def fp8_row_multiple(policy: PolicyConfig) -> int:
-    """Return the number of tokens that has to divide each rank's part of a row, or 1 without training in float8."""
+    """Return the number that must divide the tokens of each rank's part of a row, or 1 without float8."""
     megatron = policy.megatron_cfg
     return _TOKENS[megatron.fp8_cfg.fp8_recipe] if megatron.enabled and megatron.fp8_cfg.enabled else 1
 
@@ -123,7 +123,7 @@ _HOLDS = {
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),
 }
-"""Linear layers of a Hugging Face model that each layer of Megatron Core holds."""
+"""Linear layers of a Hugging Face model that each linear layer of Megatron Core combines."""
 
 
 _OTHER_FAMILIES = {

@@ -1,7 +1,8 @@
 """Checks of the models of a run: the section of any single model, and the models next to the policy.
 
-A section has its backend, the keys that training needs and its microbatches. Models next to the policy are teachers,
-critics and models that reward answers; their checks concern devices, lengths and the keys of on-policy distillation.
+The checks of a section concern its backend, the keys that training needs, and its microbatches. Models next to the
+policy are teachers, critics and models that reward answers; their checks concern devices, lengths and the keys of
+on-policy distillation.
 """
 
 import math
@@ -76,7 +77,7 @@ def _check_router_replay(section: str, policy: PolicyConfig) -> Findings:
 
 
 def check_trainable(policy: PolicyConfig, section: str = "policy") -> Findings:
-    """A model that is trained has an optimizer, and computes in a format that holds small gradients."""
+    """Check that a trained model has an optimizer, and computes in a format that can hold small gradients."""
     if policy.megatron_cfg.enabled:
         yield from check_megatron_schedule(section, policy.megatron_cfg)
     elif policy.optimizer is None:
@@ -93,7 +94,7 @@ def check_trainable(policy: PolicyConfig, section: str = "policy") -> Findings:
 
 
 def _check_finite(policy: PolicyConfig, section: str) -> Findings:
-    """Arguments of optimizer and schedule, which have no keys of their own, are finite numbers."""
+    """Check that the numbers among the arguments of optimizer and schedule are finite."""
     written = policy.model_dump(include={"optimizer", "scheduler"})
     for key, value in _numbers(written, section):
         if not math.isfinite(value):
@@ -120,7 +121,7 @@ def check_one_layout(section: str, model: PolicyConfig) -> Findings:
 
 
 def check_placements(models: Mapping[str, Role], cluster: ClusterConfig) -> Findings:
-    """Check that every model but the policy has devices, which other rules need to divide the cluster.
+    """Check that every model but the policy has devices, without which other rules cannot divide the cluster.
 
     Args:
         models: the models of the run; the name of each is the name of its section.
@@ -131,7 +132,7 @@ def check_placements(models: Mapping[str, Role], cluster: ClusterConfig) -> Find
 
 
 def check_second_models(models: Mapping[str, Role], cluster: ClusterConfig) -> Findings:
-    """Every model but the policy has devices and a backend, reads the longest answers, and can be trained if it is.
+    """Check the devices, the backend, the sequence length and the training keys of every model but the policy.
 
     Args:
         models: the models of the run; the name of each is the name of its section.
@@ -155,7 +156,7 @@ def check_second_models(models: Mapping[str, Role], cluster: ClusterConfig) -> F
 
 
 def _check_placement(name: str, models: Mapping[str, Role], cluster: ClusterConfig) -> Findings:
-    """The model that it shares devices with exists, or the cluster has devices for both it and the policy."""
+    """Check that the model whose devices are shared exists, or that the cluster has devices left for this model."""
     role, others = models[name], [other for other in models if other != name]
     host = role.shares_with
     if host is not None:
@@ -186,7 +187,7 @@ def _check_placement(name: str, models: Mapping[str, Role], cluster: ClusterConf
 
 
 def _check_updates(models: Mapping[str, Role], cluster: ClusterConfig) -> Findings:
-    """A trained model has an optimizer, and its updates divide into its data-parallel ranks."""
+    """Check that each trained model but the policy has an optimizer, and a batch that divides into its ranks."""
     for name, ranks in model_ranks(cluster, models).items():
         role = models[name]
         if name == "policy" or not role.trains or ranks < 1:
@@ -219,7 +220,7 @@ def left_by_judges(cluster: ClusterConfig, judges: Judges) -> ClusterConfig:
 
 
 def check_judges(judges: Judges, cluster: ClusterConfig) -> Findings:
-    """Check that the judges that data names may be used, and that the cluster has devices for them."""
+    """Check that judges are enabled and do not run in rollout runners, and that devices are left for them."""
     for place, judge in judges.items():
         if isinstance(judge, RewardModelEnvironmentConfig) and not judge.enabled:
             yield f"{place}.enabled=false, but data names the environment reward_model. Set it to true."

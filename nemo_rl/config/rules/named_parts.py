@@ -10,7 +10,7 @@ from nemo_rl.utils.errors import did_you_mean
 
 
 def check_named_parts(parts: Mapping[str, NamedPartConfig]) -> Findings:
-    """Only a class of the user's own has `kwargs`.
+    """Check that only classes of the user have `kwargs`.
 
     Args:
         parts: the sections by their dotted keys.
@@ -24,7 +24,7 @@ def check_named_parts(parts: Mapping[str, NamedPartConfig]) -> Findings:
 
 
 def check_source_of_distillation(source: NamedPartConfig) -> Findings:
-    """Dynamic sampling compares rewards, which distillation does without."""
+    """Refuse dynamic sampling, which compares rewards, because distillation trains without rewards."""
     if source.name == "dynamic_sampling":
         yield (
             "distillation.rollout_source.name=dynamic_sampling keeps prompts whose rewards differ, but distillation "
@@ -33,7 +33,7 @@ def check_source_of_distillation(source: NamedPartConfig) -> Findings:
 
 
 def check_venvs(cluster: ClusterConfig, kinds: Collection[str]) -> Findings:
-    """Check that each name is a kind of worker.
+    """Check that each name in `cluster.venvs` is a kind of worker of the run.
 
     Args:
         kinds: kinds of workers of the run.

@@ -55,7 +55,7 @@ def check_overlap(
 
 
 def check_stale_mismatch(section: str, algorithm: RewardedTrainingConfig, loss: ClippedPGLossConfig) -> Findings:
-    """Refuse a threshold of the mismatch with the engine where the mismatch of older tokens is not measured.
+    """Refuse a threshold for the mismatch with the engine if the loss does not measure it for tokens of older weights.
 
     Args:
         section: name of the algorithm's section.
@@ -107,7 +107,7 @@ def check_rollout_runners(
 
 
 def check_one_overlap(grpo: GRPOConfig, async_rl: AsyncRLConfig | None) -> Findings:
-    """Only one of NeMo RL's two sections describes the overlap."""
+    """Check that only one of NeMo RL's two sections describes the overlap."""
     if async_rl is not None and grpo.async_grpo is not None and grpo.async_grpo.enabled:
         yield (
             "async_rl and grpo.async_grpo.enabled=true both describe how sampling and training overlap. Keep one: "

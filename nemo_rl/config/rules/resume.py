@@ -90,10 +90,10 @@ APPLIED: dict[str, tuple[str, ...]] = {
     ),
     "limits and defaults of data sets": ("data.max_bad_row_share", "data.default"),
 }
-"""Patterns of keys that a resumed run takes over, by what they are about.
+"""Patterns of keys whose changed values a resumed run applies, grouped by their subject.
 
-A section stands for all its keys, and `policy.` for the section of every model of the run. `data.default` reaches the
-entries of `data.train`, which are compared themselves.
+The name of a section matches all its keys, and `policy.` matches the section of every model of the run. A change of
+`data.default` also changes entries of `data.train`, whose keys are compared separately.
 """
 
 _ABSENT = "(absent)"
@@ -119,7 +119,7 @@ class ChangedKey:
 
     @property
     def about(self) -> str | None:
-        """The subject of the key, as in `APPLIED`, or None if it is not there."""
+        """The subject of the key, as in `APPLIED`, or None if no pattern matches the key."""
         names = {self.key, f"policy.{self.key.partition('.')[2]}"} if self.of_model else {self.key}
 
         def holds(pattern: str) -> bool:

@@ -1,4 +1,4 @@
-"""Rules on what changes the training reward of an answer besides its environment.
+"""Rules on everything besides the environment that changes the training reward of an answer.
 
 These are agents and their endpoint, NeMo Gym, levels of effort, penalties, and the advantages and the critic of PPO.
 """
@@ -27,8 +27,8 @@ def unused_environments(
 
     Args:
         environments: the section `env`.
-        used: names in data entries.
-        deciders: keys that name them.
+        used: names of environments in data entries.
+        deciders: keys that set these names.
     """
     for name in environments:
         if name not in used:
@@ -86,7 +86,7 @@ def check_effort_levels(levels: Mapping[str, EffortLevelConfig], grpo: GRPOConfi
 
 
 def left_by_gym(cluster: ClusterConfig, environments: Mapping[str, Any]) -> ClusterConfig:
-    """Return the machines that models of NeMo Gym's servers leave to the run, or all if there are too few."""
+    """Return the cluster without the machines of NeMo Gym's models, or all of it if there are too few machines."""
     section = environments.get(NEMO_GYM)
     taken = section.num_gpu_nodes if isinstance(section, NemoGymConfig) and cluster.uses_gpu else 0
     if not 0 < taken < cluster.num_nodes:
@@ -138,11 +138,11 @@ def check_nemo_gym(environments: Mapping[str, Any], used: Collection[str | None]
 def check_http_server(
     key: str, generation: GenerationConfig | None, environments: Mapping[str, Any], used: Collection[str | None]
 ) -> Findings:
-    """Check that an HTTP server is only asked for where programs of agents call it.
+    """Check that an HTTP server is requested only in a run in which programs of agents call it.
 
     Args:
         key: dotted key of the section of the engines.
-        generation: this section; None without engines.
+        generation: the section of the engines; None if the run has no engines.
         environments: as in `check_nemo_gym`.
         used: as in `check_nemo_gym`.
     """
@@ -155,7 +155,7 @@ def check_http_server(
 
 
 def check_reward_penalties(penalties: RewardPenaltyConfig) -> Findings:
-    """Check that penalties have what they look for, and that their names can be told apart."""
+    """Check that each penalty has the texts or tokens that it looks for, and that the names of penalties are valid."""
     section = "reward_penalties"
     tags = penalties.thinking_tags
     if len(tags) != 2 or not all(tag.strip() for tag in tags) or tags[0] == tags[1]:
@@ -211,7 +211,7 @@ def check_ppo(ppo: PPOConfig, loss: ClippedPGLossConfig) -> Findings:
 
 
 def _check_ratio(ppo: PPOConfig, loss: ClippedPGLossConfig) -> Findings:
-    """Check that advantages of tokens are not averaged over the answer, as a ratio of the sequence does."""
+    """Refuse one ratio per sequence for advantages that differ between tokens, which it would average."""
     has_one_ratio = not (loss.force_on_policy_ratio or loss.disable_ppo_ratio)
     if not loss.sequence_level_importance_ratios or not has_one_ratio:
         return

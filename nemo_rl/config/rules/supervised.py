@@ -113,7 +113,7 @@ def check_dpo(dpo: DPOConfig) -> Findings:
 
 
 def _not_with_kto(dpo: DPOConfig) -> Findings:
-    """Refuse options that KTO ignores: it has one term per answer, on sums of log-probabilities."""
+    """Refuse options that have no meaning for KTO, whose loss has one term per answer, on sums of log-probabilities."""
     for key, neutral in (
         ("preference_loss_weight", 1.0),
         ("sft_loss_weight", 0.0),

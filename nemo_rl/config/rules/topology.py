@@ -1,4 +1,4 @@
-"""Compute the models of a run and their ranks, from `cluster`, the models and `policy.generation`.
+"""Computes the models of a run and their ranks from `cluster`, the models and `policy.generation`.
 
 A role says what a model is for and on whose devices it runs.
 """
@@ -21,25 +21,25 @@ class Role:
     """A model of a run."""
 
     section: PolicyConfig
-    """Its keys; `section.placement` says on which devices it runs."""
+    """Section with the keys of the model; `section.placement` says on which devices the model runs."""
     trains: bool = True
-    """Has an optimizer and is saved in checkpoints; else it is frozen, for inference only."""
+    """Whether the model has an optimizer and is saved in checkpoints; otherwise it is frozen."""
     keeps_reference: bool = False
-    """Keep the initial weights for reference log-probabilities."""
+    """Whether the initial weights are kept for reference log-probabilities."""
 
     @property
     def shares_with(self) -> str | None:
-        """Name of the model whose devices it uses ("policy" for the policy itself), or None if it has its own."""
+        """Name of the model whose devices this model uses ("policy" for the policy), or None if it has its own."""
         return self.section.placement.shares_with
 
 
 def trained(models: Mapping[str, Role]) -> dict[str, Role]:
-    """The models that are trained, which are also the models of a checkpoint."""
+    """Return the models that are trained, which are also the models of a checkpoint."""
     return {name: role for name, role in models.items() if role.trains}
 
 
 def sharing(models: Mapping[str, Role]) -> dict[str, list[str]]:
-    """The models on each group of devices, owner first, by the name of the model that owns the devices."""
+    """Return the models on each group of devices, owner first, by the name of the model that owns the devices."""
     owners = [name for name, role in models.items() if role.shares_with in (None, name)]
     members = {name: role.shares_with for name, role in models.items() if name not in owners}
     return {owner: [owner, *(name for name, host in members.items() if host == owner)] for owner in owners}
@@ -56,11 +56,11 @@ class Topology:
     policy_nodes: int
     """Machines with policy ranks."""
     policy_ranks_per_node: int
-    """Policy processes on each of them."""
+    """Policy processes on each of these machines."""
     generation_nodes: int
     """Machines with engines."""
     generation_ranks_per_node: int
-    """Engine processes on each of them; an engine has one or several."""
+    """Engine processes on each of these machines; one engine has one or several processes."""
 
     @property
     def policy_ranks(self) -> int:
@@ -76,10 +76,10 @@ class Topology:
 def plan_topology(cluster: ClusterConfig, policy: PolicyConfig) -> Topology:
     """Divide the machines between policy and generation.
 
-    Colocated, both use all of them. Separate on GPUs, one machine is split by
-    `colocated.resources.gpus_per_node`; several machines are divided by `colocated.resources.num_nodes`.
-    Separate on CPUs, engines are additional processes on the same machines, unless `resources.num_nodes` gives them
-    their own machines.
+    Colocated policy and engines both use all machines. On GPUs, separate engines get GPUs of the one machine
+    (`colocated.resources.gpus_per_node`) or some of several machines (`colocated.resources.num_nodes`). On CPUs,
+    separate engines are additional processes on the same machines, unless `resources.num_nodes` gives them their own
+    machines.
     """
     nodes, ranks = cluster.num_nodes, cluster.policy_ranks_per_node
     if policy.generation is None or policy.generation.colocated.enabled:
@@ -96,9 +96,10 @@ def plan_topology(cluster: ClusterConfig, policy: PolicyConfig) -> Topology:
 
 
 def busy_engines(overlap: OverlapConfig, cluster: ClusterConfig, policy: PolicyConfig) -> int:
-    """Return the engine workers that compute on the cores of a policy machine while its ranks train.
+    """Return the number of engine workers that compute on the cores of a policy machine while its ranks train.
 
-    0 with modes in which the engines are idle most of that time, with GPUs, and for engines on other machines.
+    The number is 0 in modes in which the engines are idle most of that time, on GPUs, and for engines on other
+    machines.
     """
     topology = plan_topology(cluster, policy)
     has_own_machines = topology.generation_nodes < cluster.num_nodes
@@ -123,7 +124,7 @@ def divide_cluster(cluster: ClusterConfig, models: Mapping[str, Role]) -> dict[s
 
 
 def _own_part(cluster: ClusterConfig, devices: OwnDevicesConfig) -> ClusterConfig:
-    """The machines and ranks of a model with its own devices."""
+    """Return the machines and ranks of a model with its own devices, as a cluster."""
     if not cluster.uses_gpu:
         return cluster.model_copy(update={"ranks_per_node": devices.ranks_per_node or 1})
     nodes = 1 if cluster.num_nodes == 1 else devices.num_nodes or 0
@@ -132,7 +133,7 @@ def _own_part(cluster: ClusterConfig, devices: OwnDevicesConfig) -> ClusterConfi
 
 
 def without_devices(cluster: ClusterConfig, devices: OwnDevicesConfig) -> ClusterConfig:
-    """The part of a cluster that a model with its own devices leaves."""
+    """Return the part of a cluster that a model with its own devices leaves."""
     if not cluster.uses_gpu:
         return cluster
     if cluster.num_nodes == 1:
@@ -141,7 +142,7 @@ def without_devices(cluster: ClusterConfig, devices: OwnDevicesConfig) -> Cluste
 
 
 def model_ranks(cluster: ClusterConfig, models: Mapping[str, Role]) -> dict[str, int]:
-    """Ranks of each model of a run, equally many for models that share devices."""
+    """Return the number of ranks of each model of a run, which is the same for models that share devices."""
     parts = divide_cluster(cluster, models)
     ranks = {name: parts[name].num_nodes * parts[name].policy_ranks_per_node for name in models}
     ranks["policy"] = plan_topology(parts["policy"], models["policy"].section).policy_ranks
@@ -152,7 +153,7 @@ def parallel_sizes(policy: PolicyConfig, ranks: int) -> dict[str, int]:
     """Return the sizes of the parallel axes, with the remaining ranks in `dp_shard`, and of the expert mesh.
 
     Raises:
-        ConfigError: the ranks do not divide into the given axes, or a stage's ranks into those of experts.
+        ConfigError: the ranks do not divide into the given axes, or the ranks of a stage into the axes of the experts.
     """
     section = policy.backend_section
     asked = {axis: section.size(axis) for axis in _FACTORS}
@@ -187,17 +188,17 @@ def _check_expert_ranks(section: BackendSection, sharing: int, ranks: int) -> No
 
 
 def row_length_multiple(policy: PolicyConfig) -> int:
-    """Return the tokens that a row length must be a multiple of, so that ranks that share a row get equal parts.
+    """Return the number that must divide the length of a row in tokens, so that its ranks get equal parts.
 
-    With training in float8, each part is a multiple of what its kernels accept.
+    With training in float8, each part is also a multiple of what the kernels accept.
     """
     return math.lcm(policy.make_sequence_length_divisible_by, row_parts(policy) * fp8_row_multiple(policy))
 
 
 def row_parts(policy: PolicyConfig) -> int:
-    """Return the number of equal parts of a row.
+    """Return the number of equal parts into which ranks divide a row.
 
-    A context-parallel rank has two equal chunks of a row; sequence-parallel ranks divide those again.
+    A context-parallel rank has two equal chunks of a row; sequence-parallel ranks divide each chunk again.
     """
     section = policy.backend_section
     cp, sharing = section.size("cp"), section.size("tp")
@@ -206,12 +207,12 @@ def row_parts(policy: PolicyConfig) -> int:
 
 
 def _product(section: BackendSection, axes: Iterable[str]) -> str:
-    """Return the sizes above 1 as the user writes them."""
+    """Return the sizes above 1 as text, each with the key under which the user writes it."""
     return " x ".join(f"{section.size_keys[axis]}={section.size(axis)}" for axis in axes if section.size(axis) > 1)
 
 
 def _nearest_sizes(section: BackendSection, ranks: int) -> str:
-    """Return the largest smaller sizes that divide the ranks, each with one key changed."""
+    """Suggest, for each axis, the largest smaller size with which the ranks divide evenly, as text."""
     copies = math.prod(map(section.size, _FACTORS))
     fitting = []
     for axis in _FACTORS:

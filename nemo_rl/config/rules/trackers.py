@@ -1,7 +1,7 @@
 """Checks of `logger`: that its trackers can report, without importing them, and that steps can be recorded.
 
-The check of trackers runs before Ray starts, and again when they are made. Invariant: nothing is sent; the check only
-opens a connection to an MLflow server.
+The check of trackers runs before Ray starts, and again when the trackers are made. Invariant: nothing is sent; the
+check only opens a connection to an MLflow server.
 """
 
 import configparser
@@ -66,7 +66,7 @@ def check_records(
     """Check that the steps of a run can be recorded so that a replay repeats them.
 
     Args:
-        algorithm: the section of an algorithm whose steps can be repeated; None for another one.
+        algorithm: the section of an algorithm whose steps can be repeated; None for any other algorithm.
     """
     if not logger.record_steps:
         if logger.record_modules:

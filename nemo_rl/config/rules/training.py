@@ -1,6 +1,6 @@
 """Checks keys against each other: batches, lengths, rewards and advantages, generation, validation.
 
-Paths and data entries are checked in `data`, loss options in `loss`.
+Loss options are checked here too; paths are checked in `rules.files`, and data entries in `rules.data`.
 """
 
 from typing import Protocol
@@ -395,7 +395,7 @@ def check_generation(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
 
 
 def _ranks_keys(generation: GenerationConfig, cluster: ClusterConfig) -> str:
-    """Return the keys that set how many machines generate, and how many ranks of each."""
+    """Return the keys that set how many machines generate, and how many ranks each of them has."""
     key = "gpus_per_node" if cluster.uses_gpu else "ranks_per_node"
     if generation.colocated.enabled:
         way_out = "" if cluster.uses_gpu else ", or policy.generation.colocated.enabled=false for separate processes"
@@ -432,7 +432,7 @@ def _check_logprobs_mode(generation: GenerationConfig) -> Findings:
 
 
 def _check_transport(generation: GenerationConfig, cluster: ClusterConfig) -> Findings:
-    """Check that weights can go from trainers to engines over the requested transport, also to engines that join."""
+    """Check that the requested transport can send weights to all engines, also to engines that join during the run."""
     asked, colocated = generation.weight_sync.transport, generation.colocated.enabled
     if asked == "cuda_ipc" and not (cluster.uses_gpu and colocated):
         yield (

@@ -1,8 +1,8 @@
-"""Fill, once and in this order, the keys of a typed configuration that follow from other keys.
+"""Fills in, once and in this order, the keys of a typed configuration that follow from other keys.
 
     paths    inputs that exist -> their absolute paths, because workers have other working directories
     parsers  generation.vllm_cfg.http_server_serving_chat_kwargs and its plugins -> environments with agents
-    budgets  tokens of a microbatch that are less than one row takes -> that many
+    budgets  tokens of a microbatch, if they are less than one sample takes -> the tokens of one sample
     runners  data_plane.enabled -> cluster.rollout_runners, where a run can have runners
     tags     env.nemo_gym.thinking_tags -> reward_penalties.thinking_tags
     efforts  env.nemo_gym.effort_levels -> effort_levels
@@ -14,8 +14,9 @@
     modules  logger.record_modules -> policy.dtensor_cfg.compile_layers, if it is null
     saving   megatron_cfg.checkpoint.async_save of a trained model -> checkpointing.is_async
 
-It runs after types are checked and before the rules; later code reads plain values. Defaults that are interpolations in
-the schema have their values by then (`config.base.defaults`). Invariant: filling twice changes nothing.
+The keys are filled after types are checked and before the rules are; later code reads plain values. Defaults that are
+interpolations in the schema have their values by then (`config.base.defaults`). Invariant: filling twice changes
+nothing.
 """
 
 import json
@@ -52,7 +53,7 @@ def fill_dependent_keys(config: RunConfig) -> None:
         _fill_parsers(config.env, config.generation)
     if isinstance(config, RolloutMasterConfig) and config.logger.record_modules:
         section = config.policy.dtensor_cfg
-        section.compile_layers = bool(section.compile_layers)  # compiled layers call no modules
+        section.compile_layers = bool(section.compile_layers)  # compiled layers do not call the recorded modules
     _fill_paths(config)
     if isinstance(config, RolloutMasterConfig | EvalMasterConfig):
         _fill_gym(config.env.get(NEMO_GYM))
@@ -112,7 +113,7 @@ def _fill_parsers(environments: Mapping[str, Any], generation: GenerationConfig 
 
 
 def _fill_budgets(name: str, section: PolicyConfig, longest: int, rows: int) -> None:
-    """Raise budgets that are less than what one sample takes."""
+    """Raise each token budget of a microbatch that is less than the tokens of one sample."""
     for way in ("sequence_packing", "dynamic_batching"):
         for key, needed in (("train_mb_tokens", rows * longest), ("logprob_mb_tokens", longest)):
             values = getattr(section, way)
@@ -126,7 +127,7 @@ def _fill_budgets(name: str, section: PolicyConfig, longest: int, rows: int) -> 
 
 
 def _fill_runners(config: MasterConfig) -> None:
-    """Let runners play the rollouts, one on each machine, if the run can have them and engines suffice."""
+    """Let runners play the rollouts, one on each machine, if the run can have runners and has enough engines."""
     cluster = config.cluster
     if cluster.rollout_runners:
         return
@@ -170,11 +171,11 @@ def _fill_overlap(
     asked: AsyncGRPOConfig | AsyncRLConfig | None,
     name: str,
 ) -> None:
-    """Fill in `overlap` from NeMo RL's section for the same."""
+    """Fill in `overlap` from the section with the same meaning in NeMo RL."""
     if asked is None or (isinstance(asked, AsyncGRPOConfig) and not asked.enabled):
         return
     own = algorithm.overlap
-    filled = asked.overlap.model_copy(update={"validation": own.validation})  # NeMo RL has no key for it
+    filled = asked.overlap.model_copy(update={"validation": own.validation})  # NeMo RL has no such key
     _refuse_other_value(f"{section}.overlap", own, filled, name)
     algorithm.overlap = filled
     recomputes = asked.recompute_kv_cache_after_weight_updates

@@ -1,4 +1,4 @@
-"""Check, without importing torch, that this machine has the GPUs that `cluster` describes.
+"""Checks, without importing torch, that this machine has the GPUs that `cluster` describes.
 
 The check runs before Ray starts. With `RAY_ADDRESS` nothing is checked, because a cluster may have GPUs that this
 machine lacks.
@@ -37,7 +37,7 @@ def check_device(config: RunConfig, gpu_count: int) -> None:
             "each machine (docs/machines/cluster.md) and set RAY_ADDRESS, or set cluster.num_nodes=1."
         )
     if not cluster.uses_gpu or not (config.models or config.policy.generation):
-        return  # with a model at an endpoint nothing of the run computes on a GPU
+        return  # the model is at an endpoint, so the run needs no GPU
     if gpu_count == 0:
         raise ConfigError(
             f"cluster.device={cluster.device}, but this machine has no GPU. To run on the CPU use "

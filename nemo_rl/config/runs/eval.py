@@ -55,7 +55,7 @@ class EvalMasterConfig(RunConfig):
 
     @cached_property
     def policy(self) -> PolicyConfig:
-        """The model as a `policy` section, for code that starts engines, without `generation` for an endpoint."""
+        """The model as a `policy` section, for code that starts engines, with `generation` null for an endpoint."""
         own = {"num_prompts_per_step", "model_name", "endpoint"}
         sampling: dict[str, Any] = self.generation.model_dump(exclude=own)
         return PolicyConfig.build(
@@ -76,7 +76,7 @@ class EvalMasterConfig(RunConfig):
         yield "data", self.data.env_name
 
     def unused(self) -> Iterator[tuple[str, Sequence[str], str]]:
-        """See `RunConfig.unused`: environments that the data does not name."""
+        """Yield the environments that the data does not name (see `RunConfig.unused`)."""
         yield from unused_environments(self.env, {self.data.env_name}, ["data.env_name"])
 
     @override

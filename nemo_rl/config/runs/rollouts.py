@@ -94,11 +94,11 @@ class MasterConfig(RunConfig):
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     """Machines."""
     data_plane: DataPlaneConfig = Field(default_factory=DataPlaneConfig)
-    """NeMo RL's section for rows that do not pass the driver."""
+    """NeMo RL's section for moving rows without the driver."""
 
     @property
     def models(self) -> dict[str, Role]:
-        """The models of the run by name, the policy first: each section of the type `PolicyConfig` is one."""
+        """The models of the run by name, the policy first. Each section of the type `PolicyConfig` is a model."""
         sections = {name: section for name, section in self.items() if isinstance(section, PolicyConfig)}
         keeps = {"policy": self.keeps_reference}
         return {name: Role(section, section.trains, keeps.get(name, False)) for name, section in sections.items()}
@@ -154,14 +154,14 @@ class RolloutMasterConfig(MasterConfig):
 
     @property
     def reward_model(self) -> RewardModelEnvironmentConfig | None:
-        """The section of the reward model that rewards answers, or None if no data names it."""
+        """The section of the reward model, or None if no data names the environment reward_model."""
         section = self.env.get("reward_model")
         is_used = any(name == "reward_model" for _, name in self.env_entries())
         return section if is_used and isinstance(section, RewardModelEnvironmentConfig) else None
 
     @property
     def llm_judge(self) -> LLMJudgeConfig | None:
-        """The section of the judge that engines of this run serve, or None if no data names it or it is elsewhere."""
+        """The section of the judge on engines of this run, or None if no data names it or it is at an endpoint."""
         section = self.env.get("llm_judge")
         is_used = any(name == "llm_judge" for _, name in self.env_entries())
         return section if is_used and isinstance(section, LLMJudgeConfig) and section.engine else None
@@ -178,7 +178,7 @@ class RolloutMasterConfig(MasterConfig):
 
     @property
     def model_cluster(self) -> ClusterConfig:
-        """See `RunConfig.model_cluster`: what judges leave."""
+        """The part of the cluster that is left after the judges and NeMo Gym have their machines."""
         return left_by_judges(left_by_gym(self.cluster, self.env), self.judges)
 
     @override
@@ -193,7 +193,7 @@ class RolloutMasterConfig(MasterConfig):
                 yield f"{place}.model_name", f"{place}.tokenizer.name", section.as_policy()
 
     def unused(self) -> Iterator[tuple[str, Sequence[str], str]]:
-        """See `RunConfig.unused`: environments that no data names, the endpoint without programs, validation."""
+        """Yield unused environments, an endpoint that no program calls, and keys of a validation that never runs."""
         if not self.data.has_user_data:
             used, names = (
                 {name for _, name in self.env_entries()},
@@ -223,7 +223,7 @@ class RolloutMasterConfig(MasterConfig):
     def findings(self) -> Findings:
         yield from super().findings()
         yield from check_judges(self.judges, self.cluster)
-        if not self.data.has_user_data:  # its environments are known later
+        if not self.data.has_user_data:  # the environments of user data are known later
             used, generation = {name for _, name in self.env_entries()}, self.policy.generation
             yield from check_nemo_gym(self.env, used, self.cluster)
             yield from check_http_server(self.generation_key, generation, self.env, used)
@@ -271,7 +271,7 @@ class PolicyGradientMasterConfig(RolloutMasterConfig):
         return self.loss_fn.reference_policy_kl_penalty != 0
 
     def policy_gradient_findings(self, section: str) -> Findings:
-        """Yield errors of the keys that all of these algorithms have.
+        """Yield errors of the keys that all algorithms with a policy-gradient loss have.
 
         Args:
             section: name of the algorithm's section.
@@ -343,7 +343,7 @@ class PPOCheckpointingConfig(CheckpointingConfig):
     """Saving and keeping checkpoints. A run that is started again resumes from the newest one."""
 
     checkpoint_dir: str = "results/ppo"
-    """Folder of the checkpoints, one step_<N> folder each."""
+    """Folder of the checkpoints, each in a folder step_<N>."""
 
 
 class PPOMasterConfig(PolicyGradientMasterConfig):
@@ -390,7 +390,7 @@ class DistillationCheckpointingConfig(CheckpointingConfig):
     """Saving and keeping checkpoints. A run that is started again resumes from the newest one."""
 
     checkpoint_dir: str = "results/distillation"
-    """Folder of the checkpoints, one step_<N> folder each."""
+    """Folder of the checkpoints, each in a folder step_<N>."""
 
 
 class DistillationMasterConfig(RolloutMasterConfig):

@@ -15,7 +15,7 @@ from nemo_rl.config.schema.model.policy import PolicyConfig
 from nemo_rl.config.schema.named_part import NamedPartConfig
 
 INHERITED = "data.default"
-"""Section whose keys are those of data entries, where they are checked."""
+"""Section with defaults of data entries. Its keys are checked in the entries that take them over."""
 
 
 class RunConfig(Section):
@@ -24,7 +24,7 @@ class RunConfig(Section):
     _hidden: dict[tuple[str | int, ...], str] = PrivateAttr(default_factory=dict)
 
     cpu_config: ClassVar[str]
-    """Example that runs on a CPU; errors about missing GPUs name it."""
+    """Example configuration that runs on a CPU; errors about missing GPUs name it."""
     samples: ClassVar[bool] = False
     """Whether engines sample answers, which environments reward."""
     generation_key: ClassVar[str] = "policy.generation"
@@ -52,7 +52,7 @@ class RunConfig(Section):
         return {}
 
     def rows_of(self, model: str) -> int:
-        """Return the rows of one sample in the training of a model: 2 where it learns from pairs."""
+        """Return the number of rows of one training sample of a model, which is 2 for a pair of answers."""
         return 1
 
     @property
@@ -71,7 +71,7 @@ class RunConfig(Section):
         return {}
 
     def model_keys(self) -> Iterator[tuple[str, str, PolicyConfig]]:
-        """Yield the key of each model's name, the key of its tokenizer's name, and its section."""
+        """Yield, for each model, the key of its name, the key of its tokenizer's name, and its section."""
         for name, role in self.models.items():
             yield f"{name}.model_name", f"{name}.tokenizer.name", role.section
 
@@ -80,7 +80,7 @@ class RunConfig(Section):
         yield from ()
 
     def unused(self) -> Iterator[tuple[str, Sequence[str], str]]:
-        """Yield keys that nothing of the run uses, each with the keys that make it so and the reason."""
+        """Yield keys that nothing of the run uses, each with the reason and with the keys that make it unused."""
         yield from ()
 
     def path_keys(self) -> Iterator[PathKey]:

@@ -37,7 +37,7 @@ class SFTCheckpointingConfig(CheckpointingConfig):
     """Saving and keeping checkpoints. A run that is started again resumes from the newest one."""
 
     checkpoint_dir: str = "results/sft"
-    """Folder of the checkpoints, one step_<N> folder each."""
+    """Folder of the checkpoints, each in a folder step_<N>."""
     metric_name: MetricName | None = "val:val_loss"
     """Metric that ranks checkpoints, as val:<name> or train:<name>."""
     higher_is_better: bool = False
@@ -48,7 +48,7 @@ class DPOCheckpointingConfig(SFTCheckpointingConfig):
     """Saving and keeping checkpoints. A run that is started again resumes from the newest one."""
 
     checkpoint_dir: str = "results/dpo"
-    """Folder of the checkpoints, one step_<N> folder each."""
+    """Folder of the checkpoints, each in a folder step_<N>."""
     metric_name: MetricName | None = "val:loss"
     """Metric that ranks checkpoints, as val:<name> or train:<name>."""
 
@@ -57,7 +57,7 @@ class RMCheckpointingConfig(DPOCheckpointingConfig):
     """Saving and keeping checkpoints. A run that is started again resumes from the newest one."""
 
     checkpoint_dir: str = "results/rm"
-    """Folder of the checkpoints, one step_<N> folder each."""
+    """Folder of the checkpoints, each in a folder step_<N>."""
 
 
 class SupervisedMasterConfig(MasterConfig):

@@ -29,7 +29,7 @@ _BELONGS_TO = {"kwargs": "program", "environment": "command", "readable": "comma
 
 
 DEFAULT_INVALID_TOOL_CALL_PATTERNS = ["<tool_call>", "</tool_call>", "<function_call>", "</function_call>"]
-"""Texts that are left in an answer where a tool call could not be understood."""
+"""Texts that remain in an answer if a tool call in it could not be parsed."""
 
 
 PLUGIN_KEYS = ("tool_parser_plugin", "reasoning_parser_plugin")
@@ -40,19 +40,19 @@ class AgentKeys(Section):
     """Keys of every agent environment: how its programs sample, and what is trained."""
 
     tool_parser: str | None = None
-    """Parser of vLLM that finds tool calls in an answer of the model; null: one that reads what the chat template
-    writes."""
+    """Parser of vLLM that finds tool calls in an answer of the model; null: a parser for the format that the chat
+    template writes."""
     reasoning_parser: str | None = None
-    """Parser of vLLM that separates the reasoning from an answer; null: an answer is one text."""
+    """Parser of vLLM that separates the reasoning from an answer; null: the reasoning is not separated."""
     tool_parser_plugin: str | None = None
     """Python file that registers a tool parser with vLLM; null: none."""
     reasoning_parser_plugin: str | None = None
     """Python file that registers a reasoning parser with vLLM; null: none."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Variables of the chat template for the requests of the program, besides those of
-    policy.tokenizer.chat_template_kwargs, which they replace; a request's own replace both. null: none."""
+    """Variables of the chat template for the requests of the program. They override those of
+    policy.tokenizer.chat_template_kwargs, and the variables of a request override both. null: none."""
     invalid_tool_call_patterns: list[str] = Field(default_factory=DEFAULT_INVALID_TOOL_CALL_PATTERNS.copy)
-    """Texts that show a tool call that was not understood, where an answer has them besides its calls; see
+    """Texts that show a tool call which could not be parsed, if an answer has them besides its parsed calls; see
     grpo.invalid_tool_call_advantage."""
     max_calls: Count = 64
     """Calls of the model that one program may make; further ones are refused."""
@@ -78,9 +78,9 @@ class AgentEndpointConfig(Section):
     max_request_mb: Annotated[float, Field(gt=0, le=64)] = 1.0
     """Largest body of a request, in MiB; larger ones are answered with status 413."""
     max_concurrent_calls: Count = 64
-    """Requests of one sample's program that are answered at the same time; further ones get status 429."""
+    """Most requests of one sample's program that are answered at the same time; further ones get status 429."""
     max_requests_per_minute: Count | None = None
-    """Requests of one sample's program within a minute; further ones get status 429; null: no limit."""
+    """Most requests of one sample's program within a minute; further ones get status 429; null: no limit."""
 
 
 class AgentEnvironmentConfig(AgentKeys, SandboxKeys):
@@ -99,36 +99,38 @@ class AgentEnvironmentConfig(AgentKeys, SandboxKeys):
     service: HttpAddress | None = None
     """Address to which each task is posted as JSON, and which answers with the reward."""
     timeout_s: Seconds = 300.0
-    """Seconds for one program; afterwards it is ended and its sample has an error. Only a function on a thread
-    continues; its result is ignored."""
+    """Time limit of one program in seconds. A program that takes longer is ended, and its sample has an error. A
+    function on a thread cannot be ended, but its result is ignored."""
     step_timeout_s: Seconds = 600.0
-    """Seconds for a program and its grading together."""
+    """Time limit in seconds of a program and its grading together."""
     max_open_episodes: Count = 64
-    """Programs that run at the same time; others wait, which does not count against their deadline."""
+    """Programs that run at the same time; further programs wait, and the wait does not count against their deadline."""
     num_workers: Workers = 1
-    """Processes among which the programs are divided; more help where functions compute much."""
+    """Processes among which the programs are divided; more processes help if functions compute much."""
     max_memory_gb: Gibibytes | None = None
-    """Gibibytes that each of these processes may use, with all that it started; null: no limit."""
+    """Gibibytes that each process of the environment may use, together with the processes that it started; null: no
+    limit."""
     row_fields: list[str] | None = None
     """Fields of the row that the program gets, such as ground_truth; null: all with program and service, none with
     command."""
     grader: GraderConfig | None = None
     """The environment that grades the answer of the program; null: the program returns the reward."""
     sandbox: Literal["auto", "bubblewrap", "landlock", "none"] = "auto"  # type: ignore[assignment]  # one choice more
-    """With command: mechanism that locks it up, so that it reaches only the endpoint; auto: the first that works on the
-    machine. none: the command has all rights of the run."""
+    """With command: sandbox of the process, which can reach only the endpoint. auto: the first mechanism that works on
+    the machine; none: no sandbox, so the command has all rights of the run."""
     readable: list[str] = Field(default_factory=list)
-    """With command in a sandbox: files and folders that it may read, besides itself and the Python of the run."""
+    """With command in a sandbox: files and folders that the command may read, besides its own file and the Python of
+    the run."""
     memory_mb: ProgramMebibytes = 4096
     """With command in a sandbox: memory in MiB."""
     max_processes: Workers = 64
     """With command in a sandbox: processes and threads."""
     file_mb: Mebibytes = 64
-    """With command in a sandbox: size of each file that it writes, in MiB."""
+    """With command in a sandbox: size of each file that the command writes, in MiB."""
     scratch_mb: Mebibytes = 256
-    """With command in a sandbox: size of all its files together, in MiB."""
+    """With command in a sandbox: total size of the files that the command writes, in MiB."""
     output_bytes: Amount = 1048576
-    """With command: bytes of output after which it is ended."""
+    """With command: bytes of output after which the process is ended."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -151,18 +153,18 @@ class AgentEnvironmentConfig(AgentKeys, SandboxKeys):
 
 
 NEMO_GYM = "nemo_gym"
-"""Name of the environment."""
+"""Name of the environment with agents of NeMo Gym."""
 RESULTS_FILE = "results.jsonl"
-"""File in its log_dir that has the results of rollouts."""
+"""File in log_dir with the results of rollouts."""
 
 
 class HeadServerConfig(Section):
-    """The head server of NeMo Gym, which knows the addresses of all others."""
+    """The head server of NeMo Gym, which knows the addresses of all other servers."""
 
     host: Host = "127.0.0.1"
-    """Its host."""
+    """Host of the head server."""
     port: Port = 11000
-    """Its port."""
+    """Port of the head server."""
 
 
 class NemoGymConfig(AgentKeys):
@@ -185,22 +187,24 @@ class NemoGymConfig(AgentKeys):
     }
 
     config_paths: list[str] = Field(default_factory=list)
-    """Files of NeMo Gym that say which servers are started: paths here, or in NeMo Gym's folder. Empty: the servers run
-    already, and head_server says where."""
+    """Configuration files of NeMo Gym that say which servers are started, as paths here or in NeMo Gym's folder. Empty:
+    the servers run already, and head_server says where."""
     servers: dict[str, Any] = Field(default_factory=dict)
-    """Configuration of servers that is added to that of config_paths; keys of this section that are not in this table
-    belong to it too."""
+    """Configuration of servers that is added to that of config_paths. Keys of env.nemo_gym that this table does not
+    list are added too."""
     effort_levels: dict[str, EffortLevelConfig] | None = None
-    """As the section effort_levels, whose keys it has; null: that section."""
+    """The same keys as in the section effort_levels, at another place; null: the section effort_levels counts."""
     num_gpu_nodes: CountOrZero = 0
-    """Machines of the cluster, on GPUs, that the run leaves to models of the servers."""
+    """On GPUs: machines of the cluster that are left to the models of NeMo Gym's servers."""
     head_server: HeadServerConfig | None = None
-    """Address of the head server: of servers that run already, or where it is started; null: a free port here."""
+    """Address of the head server, of servers that run already or of servers to start; null: a free port of this
+    machine."""
     command: list[str] = Field(default_factory=lambda: ["ng_run"], min_length=1)
     """Program and first arguments that start the servers."""
     uv_venv_dir: str | None = None
-    """Folder of NeMo Gym's Python environments: the program of command is looked for in its bin first, and the servers
-    make theirs below it; null: PATH, and NeMo Gym's own choice."""
+    """Folder of NeMo Gym's Python environments. The program of command is looked up in its bin folder first, and the
+    servers make their environments below it. null: the program is looked up in PATH, and NeMo Gym chooses the
+    folder."""
     uv_cache_dir: str | None = None
     """Cache of uv for these environments; null: uv's own."""
     port_range_low: Port | None = None
@@ -210,29 +214,30 @@ class NemoGymConfig(AgentKeys):
     log_dir: str = "logs/nemo_gym"
     """Folder for the output of the servers."""
     start_timeout_s: Seconds = 600.0
-    """Seconds until all servers answer."""
+    """Time limit in seconds until all servers answer."""
     timeout_s: Seconds = 900.0
-    """Seconds for one rollout; afterwards its sample has an error."""
+    """Time limit of one rollout in seconds; after that its sample has an error."""
     step_timeout_s: Seconds = 1800.0
-    """Seconds for a rollout together with the start of the servers, which the first one waits for."""
+    """Time limit in seconds of a rollout together with the start of the servers, for which the first rollout waits."""
     max_open_episodes: Count = 256
-    """Rollouts at the same time; others wait, which does not count against their deadline."""
+    """Rollouts at the same time; further rollouts wait, and the wait does not count against their deadline."""
     max_memory_gb: Gibibytes | None = None
     """Gibibytes that the environment and its servers may use together; null: no limit."""
     thinking_tags: list[str] | None = None
     """Texts that begin and end thinking; null: those of reward_penalties.thinking_tags."""
     should_use_nemo_gym: bool | None = None
-    """No effect: env_name of data entries decides. true, also written env.should_use_nemo_gym, demands that one of them
-    is nemo_gym."""
+    """No effect on the run, in which env_name of data entries decides. true, also written env.should_use_nemo_gym,
+    demands that a data entry uses nemo_gym."""
     should_mask_flagged_samples: bool = True
-    """Exclude samples from training whose result has flag_field, also written env.should_mask_flagged_samples."""
+    """Exclude samples from training if flag_field of their result is true; also written
+    env.should_mask_flagged_samples."""
     flag_field: str = "mask_sample"
-    """Field of a result that is true for samples that shall not train the model."""
+    """Field of a result that is true if its sample must not train the model."""
     should_log_nemo_gym_responses: bool = False
     """Write each result with all items to results.jsonl in log_dir, also written env.should_log_nemo_gym_responses."""
     is_trajectory_collection: bool = False
-    """Play the validation rows once and write the results, as should_log_nemo_gym_responses, instead of training; a key
-    of examples/nemo_gym/run_grpo_nemo_gym.py."""
+    """Instead of training, play the validation rows once and write the results as with should_log_nemo_gym_responses.
+    This is a key of examples/nemo_gym/run_grpo_nemo_gym.py."""
 
     @property
     def logs_results(self) -> bool:

@@ -46,7 +46,7 @@ class CheckpointingConfig(Section):
     enabled: bool = True
     """Save checkpoints."""
     checkpoint_dir: str = "results/grpo"
-    """Folder of the checkpoints, one step_<N> folder each."""
+    """Folder of the checkpoints, each in a folder step_<N>."""
     metric_name: MetricName | None = "val:accuracy"
     """Metric that ranks checkpoints, as val:<name> or train:<name>; null: newer ones rank higher."""
     higher_is_better: bool = True
@@ -54,14 +54,14 @@ class CheckpointingConfig(Section):
     keep_top_k: Count | None = 3
     """Best checkpoints kept besides the newest one; null: all."""
     save_period: Amount = 10
-    """Save every this many steps."""
+    """Steps from one save to the next."""
     checkpoint_must_save_by: Annotated[str, Field(pattern=r"^\d+:\d\d:[0-5]\d:[0-5]\d$")] | None = None
     """Wall-clock limit DD:HH:MM:SS after which the run saves and ends; null: none."""
     signal_grace_s: Seconds = 600.0
     """Seconds after SIGTERM, SIGINT, SIGHUP or SIGUSR1 within which the running step and its checkpoint have to be
     done; then the run ends without a checkpoint."""
     save_optimizer: bool = True
-    """Store the optimizer state; without it a resumed run starts with a new one."""
+    """Store the optimizer state; without it a resumed run starts with a new optimizer."""
     allow_changed: list[str] = Field(default_factory=list)
     """Keys or sections that may differ from the configuration of the checkpoint a run resumes from, for example
     [data.train, grpo.seed]; policy.optimizer also allows a resume without an optimizer state."""

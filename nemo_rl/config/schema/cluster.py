@@ -38,9 +38,9 @@ class TimeoutsConfig(Section):
     """Deadlines of the phases. A run that misses one stops and names what it waited for."""
 
     setup_s: Seconds = 900.0
-    """Seconds to start all workers and engines."""
+    """Time limit in seconds for starting all workers and engines."""
     rollout_s: Seconds = 3600.0
-    """Seconds for the rollouts of one step."""
+    """Time limit in seconds for the rollouts of one step."""
     engine_silence_s: Seconds = 300.0
     """Seconds that a generation engine with open requests may stay silent, four times this while its process computes.
     Then the engine is stopped and replaced like a crashed one."""
@@ -48,18 +48,18 @@ class TimeoutsConfig(Section):
     """Seconds that a rollout runner may give no sign of life. Then it is stopped and replaced like a crashed one, and
     its open groups are played again."""
     train_s: Seconds = 3600.0
-    """Seconds for one training or logprob call."""
+    """Time limit in seconds for one training or logprob call."""
     weight_sync_s: Seconds = 600.0
-    """Seconds to move weights to the engines."""
+    """Time limit in seconds for moving weights to the engines."""
     environment_s: Seconds = 600.0
-    """Seconds for an environment to answer one sample. A batch that takes longer is stepped again sample by sample; a
-    single sample that takes longer gets an error."""
+    """Time limit in seconds for an environment to answer one sample. A batch that takes longer is stepped again sample
+    by sample; a single sample that takes longer gets an error."""
     checkpoint_s: Seconds = 1800.0
-    """Seconds to write or read a checkpoint."""
+    """Time limit in seconds for writing or reading a checkpoint."""
     venv_s: Seconds = 1800.0
-    """Seconds to make one Python environment (`cluster.venvs`) on all nodes."""
+    """Time limit in seconds for making one Python environment (`cluster.venvs`) on all nodes."""
     shutdown_s: Seconds = 30.0
-    """Seconds for workers to end by themselves."""
+    """Time limit in seconds for workers to end by themselves."""
 
 
 class VenvConfig(Section):
@@ -83,7 +83,7 @@ class VenvConfig(Section):
 
 
 class DataPlaneConfig(Section):
-    """NeMo RL's section for moving rows without the driver, which rollout runners and Ray's object store do here."""
+    """NeMo RL's section for moving rows without the driver. Here, rollout runners and Ray's object store do this."""
 
     ignored: ClassVar[dict[str, str]] = dict.fromkeys(
         (
@@ -106,9 +106,9 @@ class ClusterConfig(Section):
     num_nodes: Count = 1
     """Machines in the run."""
     segment_size: Count | None = None
-    """Machines in a row of ranks that must be in one NVLink domain. Domains are those of the Ray resources
-    `nvlink_domain_<id>` of the machines, which ray.sub sets; null, or no such resources: machines in the order of their
-    addresses."""
+    """Machines, consecutive in the order of ranks, that must be in one NVLink domain. Ray resources
+    `nvlink_domain_<id>`, which ray.sub sets, say which machines form a domain. null, or no such resources: machines in
+    the order of their addresses."""
     gpus_per_node: Annotated[WorkersOrNone, OnlyWith("device", ("cuda",))] = 1
     """GPUs used on each machine."""
     gpu_memory_gb: Annotated[Gibibytes | None, OnlyWith("device", ("cuda",))] = None
@@ -118,7 +118,7 @@ class ClusterConfig(Section):
     """Policy processes on each machine; null: gpus_per_node on GPUs, 1 on the CPU."""
     threads_per_rank: Workers | None = None
     """CPU threads of a policy process; null: cores divided by ranks_per_node, at least 1. With overlap.mode=ahead the
-    engines on the same machine count as ranks."""
+    cores are divided among engines on the same machine too."""
     max_actor_restarts: CountOrZero = 10
     """Restarts after which a run stops: of all generation engines together, or of one environment without an answer in
     between."""
@@ -127,14 +127,14 @@ class ClusterConfig(Section):
     newest checkpoint, or from step 1 if there is none yet; engines and environments stay. null: 3 with
     checkpointing.enabled, else 0."""
     rollout_runners: WorkersOrNone = 0
-    """Actors, spread over the nodes, that play rollouts; 0: the driver does. With runners, tokens and texts stay in
-    Ray's object store, and the driver sees lengths, rewards and versions. Each runner has engines and environment
-    processes of its own. For GRPO, see docs/development/rollout-runners.md."""
+    """Actors, spread over the nodes, that play rollouts; 0: the driver plays them. With runners, tokens and texts stay
+    in Ray's object store, and the driver sees only lengths, rewards and versions. Each runner has engines and
+    environment processes of its own. For GRPO, see docs/development/rollout-runners.md."""
     agent_endpoint: AgentEndpointConfig = Field(default_factory=AgentEndpointConfig)
     """The HTTP endpoint from which agent programs sample."""
     venvs: dict[str, VenvConfig] = Field(default_factory=dict)
-    """Separate Python environments, for `policy` (with a teacher), `generation` or an environment by its name in env;
-    all other workers use the driver's interpreter."""
+    """Separate Python environments, for `policy` (teachers included), for `generation`, or for an environment by its
+    name in env; all other workers use the driver's interpreter."""
     optimizations: Annotated[Literal["auto", "none"] | list[str], AfterValidator(_known_optimizations)] = "auto"
     """Speed-ups of start-up and CPU steps that change no result: `auto` takes all whose libraries have the versions
     that they were written for, `none` takes none, a list of names only those (docs/development/optimizations.md)."""

@@ -29,7 +29,7 @@ class CurriculumPhase(Section):
     """Weights of the data sets from a step on."""
 
     from_step: AmountOrZero
-    """Finished steps after which prompts are drawn with these weights; that of the first phase is 0."""
+    """Finished steps after which prompts are drawn with these weights; 0 for the first phase."""
     weights: dict[str, FactorOrZero]
     """Weight of each data set by its name, as data.train.weight; 0 draws no prompt from it."""
 
@@ -41,7 +41,7 @@ class AccuracyRuleConfig(Section):
     """Share of solved samples at which a data set keeps its whole weight; the weight falls linearly to 0 at the
     accuracy that is farthest from the target, 0 or 1."""
     min_share: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    """Least share of the prompts of each data set whose weight is above 0, also of one that is solved."""
+    """Least share of the prompts that a data set with a weight above 0 gets, even if it is solved."""
     average_over: Count = 64
     """Groups of a data set that its recent accuracy averages over; older ones count less and less."""
     solved_above: Number = 0.0
@@ -54,8 +54,8 @@ class CurriculumConfig(Section):
     phases: list[CurriculumPhase] = Field(default_factory=list)
     """Weights by step, in place of data.train.weight."""
     interpolation: Literal["none", "linear"] = "none"
-    """none: the weights of a phase stay until the next one; linear: they change evenly over its steps into those of the
-    next phase, and those of the last phase stay."""
+    """none: the weights of a phase stay until the next phase; linear: the weights of a phase change evenly over its
+    steps into the weights of the next phase, and the weights of the last phase stay."""
     accuracy: AccuracyRuleConfig | None = None
     """Weights by recent accuracy, multiplied with those of the phases or of data.train.weight; null: no such rule."""
 
@@ -69,7 +69,7 @@ _LOADERS = "one data loader per data set (for shares of data sets set data.train
 
 
 class DatasetDefaults(Section):
-    """Values for every entry of data.train and data.validation that does not set them."""
+    """Values of keys that entries of data.train and data.validation do not set."""
 
     later: ClassVar[dict[str, str]] = {
         "allowed_problem_types": _MEDIA,
@@ -91,7 +91,7 @@ class DatasetDefaults(Section):
     split: str | None = None
     """Split of a hub data set; null: the usual one."""
     split_validation_size: Annotated[int, Field(ge=0, le=1e12, strict=True)] | Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Training rows set aside for validation: a share of them below 1, or their number."""
+    """Training rows set aside for validation: their share if the value is below 1, else their number."""
     max_samples: Amount | None = None
     """Most rows to use, drawn at random by seed before split_validation_size sets any aside; all rows where the data
     set has fewer; null: all."""
@@ -130,7 +130,7 @@ class DatasetDefaults(Section):
     chosen_key: str | None = None
     """Column of the preferred answer; null: chosen."""
     rejected_key: str | None = None
-    """Column of the other answer; null: rejected."""
+    """Column of the rejected answer; null: rejected."""
     margin_key: str | None = None
     """Column with the reward by which the preferred answer of a pair should lead; null: none."""
     label_key: str | None = None
@@ -160,7 +160,7 @@ class DatasetConfig(DatasetDefaults):
 
     @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
-        """Report the keys of generated problems where the data set generates none."""
+        """Report the keys of generated problems if the data set generates no problems."""
         return {**super().without_effect(values), **numbers_without_effect(values.get("dataset_name"))}
 
 
@@ -243,7 +243,7 @@ class DataConfig(Section):
 
     @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
-        """Report old spellings without effect: null, and a name next to data that already has one."""
+        """Report old keys that have no effect: null values, and dataset_name if train is written too."""
         written = {key: place for key, place in cls.moved.items() if key in values}
         dead = {key for key in written if values[key] is None} | ({"dataset_name"} if values.get("train") else set())
         return {**super().without_effect(values), **{key: place for key, place in written.items() if key in dead}}
@@ -253,9 +253,9 @@ class DataConfig(Section):
     validation: DatasetEntries | None = None
     """Validation data: one entry, a list, or null."""
     default: DatasetDefaults = Field(default_factory=DatasetDefaults)
-    """Values for entries that leave them out."""
+    """Values of keys that entries leave out."""
     curriculum: CurriculumConfig | None = None
-    """Weights of the entries of train that change during the run; null: they stay."""
+    """Weights of the entries of train that change during the run; null: the weights do not change."""
     max_input_seq_length: Tokens | None = derived("${policy.max_total_sequence_length}")
     """Longest prompt in tokens; longer ones are cut short and excluded from the loss; null: no limit."""
     shuffle: bool = True
@@ -272,7 +272,7 @@ class DataConfig(Section):
 
     @property
     def has_user_data(self) -> bool:
-        """Return True if a program passes the data, so that no entry names any."""
+        """Return True if a program passes the data, in which case no entry names data."""
         return self._has_user_data
 
     def with_user_data(self) -> "DataConfig":

@@ -29,13 +29,13 @@ from nemo_rl.config.schema.kits import (
 
 
 class EnvironmentSection(Section):
-    """Keys of every environment, which the library reads, also for environments without a schema."""
+    """Keys that the library reads for every environment, also for environments without a schema."""
 
     step_timeout_s: Seconds | None = None
-    """Seconds for the environment to answer one sample; null: cluster.timeouts.environment_s."""
+    """Time limit in seconds for the environment to answer one sample; null: cluster.timeouts.environment_s."""
     max_memory_gb: Gibibytes | None = None
-    """Gibibytes that an actor of the environment may use, with the processes that it started; above this it is ended,
-    and started again. null: no limit."""
+    """Gibibytes that an actor of the environment may use, with the processes that it started; an actor that uses more
+    is ended and started again. null: no limit."""
     max_open_episodes: Count | None = None
     """Episodes of this environment that are played at the same time; null: all."""
 
@@ -52,7 +52,7 @@ class MathEnvironmentConfig(EnvironmentSection):
     math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] | None = "hf_math_verify"
     """Rule for mathematics: math-verify, or DAPO's strict match."""
     timeout_s: Seconds = 10.0
-    """Seconds for one answer; afterwards it counts as a reward error."""
+    """Time limit in seconds for one answer; an answer that takes longer counts as a reward error."""
 
 
 class RewardFunctionsConfig(EnvironmentSection):
@@ -81,11 +81,12 @@ class CodeEnvironmentConfig(SandboxKeys):
     reward: Literal["share", "all"] = "share"
     """Reward of a program: the share of the tests that it passes, or 1 only for all of them."""
     wall_time_s: Seconds = 10.0
-    """Seconds for one program: for each input, for all calls of the tests, or for the blocks of an episode together."""
+    """Time limit of programs in seconds: for each input, for all calls of the tests together, or for all blocks of an
+    episode together."""
     cpu_time_s: Seconds = 10.0
-    """Processor seconds for the same."""
+    """Limit of processor time in seconds, for the same units as wall_time_s."""
     observation_chars: Amount = 4000
-    """Longest output in an observation; of a longer one the middle is left out."""
+    """Longest output in an observation, in characters; the middle of a longer output is left out."""
 
 
 class CodeJaccardEnvironmentConfig(Section):
@@ -111,7 +112,7 @@ def keeps_rows(environments: Mapping[str, Any], name: str | None) -> bool:
 
 
 def output_bytes_of(environments: Mapping[str, Any], name: str | None) -> int | None:
-    """Return the bytes that a program of an environment may write, or None if the environment grades no programs."""
+    """Return how many bytes a program of an environment may write, or None if the environment grades no programs."""
     section = environments.get(name or "")
     return section.output_bytes if isinstance(section, CodeEnvironmentConfig) else None
 

@@ -44,7 +44,7 @@ class JudgeEngineConfig(Section):
     precision: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Number format of weights and activations."""
     max_model_len: Tokens = 4096
-    """Most tokens of a request and its text together."""
+    """Most tokens of a request and of the judge's text together."""
     generation: dict[str, Any] = Field(default_factory=dict)
     """Keys as in policy.generation: backend, top_p, top_k, stop_strings, bad_words, engine, vllm_cfg, vllm_kwargs and
     engine_kwargs."""
@@ -131,7 +131,7 @@ class RewardModelEnvironmentConfig(Section):
     }
 
     enabled: bool = True
-    """Whether the environment may be used; data that names it is refused otherwise."""
+    """Whether the environment may be used; if false, data that names it is refused."""
     model_name: str
     """Hub id or folder of a sequence classifier with one label."""
     tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
@@ -141,7 +141,7 @@ class RewardModelEnvironmentConfig(Section):
     batch_size: Count = 4
     """Conversations of one forward pass of a rank."""
     batch_wait_ms: FactorOrZero = 5.0
-    """Milliseconds for which a conversation waits for others to join its pass, while no pass runs."""
+    """Milliseconds for which a conversation waits for others to join its forward pass, while no pass runs."""
     checkpoint_path: str | None = None
     """Checkpoint of run_rm.py to read instead of model_name: the folder step_<N>, or its folder of weights."""
     max_model_len: Tokens = derived("${policy.max_total_sequence_length}")
@@ -151,7 +151,8 @@ class RewardModelEnvironmentConfig(Section):
     by run_rm.py, or what the chat template writes last (template), often a line break, as most other programs have it.
     auto: turn with checkpoint_path, else template."""
     too_long: Literal["error", "keep_end"] = "error"
-    """A conversation with more tokens: its sample gets an error, or only its last tokens are scored."""
+    """Treatment of a conversation with more than max_model_len tokens: its sample gets an error, or only its last
+    tokens are scored."""
     resources: OwnDevicesConfig = Field(default_factory=OwnDevicesConfig)
     """Devices of the reward model; on GPUs they are taken from those of the cluster."""
     dtensor_cfg: DTensorConfig = Field(default_factory=DTensorConfig)
@@ -210,7 +211,7 @@ def weights_folder(checkpoint_path: str) -> Path:
         checkpoint_path: a step folder, the folder of its policy or weights, or the folder itself.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the checkpoint has no such folder.
     """
     given = Path(checkpoint_path).expanduser()
     for folder in (given, *(given / below for below in _WEIGHTS)):
@@ -227,7 +228,8 @@ _WORDED_SCALE = r"(?:out of|from|on a scale of|on a scale from)\s+\d+(?:\s*(?:-|
 _SCALE = rf"(?:\([^()\n]{{0,40}}\)|\[[^\[\]\n]{{0,40}}\]|{_WORDED_SCALE})"
 _NUMBER = r"(-?\d+(?:\.\d+)?)(?!_*[^\W_]|%|[.,]\d|\s*(?:-|–|to\b)\s*\d)"
 SCORE_PATTERN = rf"(?i)\bscore\b[*_`\"']{{0,4}}\s{{0,3}}{_SCALE}?(?:[^\w.+(-]|_){{0,6}}{_NUMBER}"
-"""A score: the word, perhaps its scale, a few signs, and a number that is not the beginning of something else."""
+"""Matches a score: the word, perhaps its scale, a few signs, and a number that is not the beginning of something
+else."""
 WINNER_PATTERN = r"\[\[([ABC])\]\]"
 
 
@@ -273,11 +275,12 @@ class LLMJudgeConfig(Section):
     """Regular expression whose group is the score; its last match after `</think>` counts. The default one reads a line
     that begins or ends with a score, such as `**Score (1-10):** 7` or `Score: 7/10`."""
     min_score: Annotated[Number, OnlyWith("mode", ("absolute",))] = 1.0
-    """Score that becomes the reward 0; a lower one is no answer."""
+    """Score that becomes the reward 0; a lower score counts as no answer."""
     max_score: Annotated[Number, OnlyWith("mode", ("absolute",))] = 10.0
-    """Score that becomes the reward 1; a higher one is no answer."""
+    """Score that becomes the reward 1; a higher score counts as no answer."""
     winner_pattern: Annotated[Pattern, OnlyWith("mode", ("pairwise",))] = WINNER_PATTERN
-    """Regular expression whose group is A, B or C (a tie), with mode=pairwise; as score_pattern."""
+    """With mode=pairwise: regular expression whose group is A, B or C (a tie); its last match after `</think>`
+    counts."""
     both_orders: Annotated[bool, OnlyWith("mode", ("pairwise",))] = True
     """With mode=pairwise: ask twice, with the answers exchanged, and take the mean."""
     temperature: FactorOrZero = 0.0
@@ -289,11 +292,11 @@ class LLMJudgeConfig(Section):
     max_concurrency: Count = 32
     """Requests at the same time."""
     request_timeout_s: Seconds = 60.0
-    """Seconds for one request."""
+    """Time limit of one request in seconds."""
     deadline_s: Seconds = 300.0
-    """Seconds for one sample, with all requests and waits; then it gets an error."""
+    """Time limit of one sample in seconds, including all requests and waits; after that the sample gets an error."""
     max_attempts: Count = 4
-    """Requests for one text, if the endpoint fails or answers without a score."""
+    """Most requests for one text; a request is repeated if the endpoint fails or answers without a score."""
     backoff_s: Seconds = 1.0
     """Seconds before the second request, doubled for each further one unless the endpoint asks for more."""
     max_backoff_s: Seconds = 30.0

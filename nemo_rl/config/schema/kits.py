@@ -35,7 +35,8 @@ class SlidingPuzzleBoard(Section):
     shuffle_moves: Count = 10
     """Random moves from the solved board, none of which undoes the previous one."""
     min_shuffle_moves: Count | None = None
-    """Fewest random moves, from which their number is drawn up to shuffle_moves; null: always shuffle_moves."""
+    """Smallest number of random moves; the number is drawn between this and shuffle_moves. null: always
+    shuffle_moves."""
 
     @model_validator(mode="after")
     def _check_range(self) -> Self:
@@ -73,7 +74,7 @@ class GymnasiumConfig(GameSection):
     """An environment of Gymnasium with discrete actions (extra gymnasium)."""
 
     id: str
-    """Name under which it is registered, such as FrozenLake-v1."""
+    """Name under which the environment is registered, such as FrozenLake-v1."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments for gymnasium.make."""
     action_names: list[str] | None = None
@@ -90,7 +91,7 @@ class TextArenaConfig(GameSection):
     """A game of TextArena for one player (extra textarena)."""
 
     id: str
-    """Name under which it is registered, such as TowerOfHanoi-v0."""
+    """Name under which the game is registered, such as TowerOfHanoi-v0."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments for textarena.make."""
     max_moves: Count | None = None
@@ -123,8 +124,7 @@ class SandboxKeys(Section):
     """Base of sections whose programs run in a sandbox."""
 
     sandbox: Literal["auto", "bubblewrap", "landlock"] = "auto"
-    """Mechanism that locks programs up; auto: the first that works on the machine. Where none works, the run is
-    refused."""
+    """Sandbox mechanism for programs; auto: the first that works on the machine. If none works, the run is refused."""
     memory_mb: ProgramMebibytes = 512
     """Memory of a program in MiB."""
     max_processes: Workers = 16
@@ -132,7 +132,7 @@ class SandboxKeys(Section):
     file_mb: Mebibytes = 16
     """Size of each file that a program writes, in MiB."""
     scratch_mb: Mebibytes = 64
-    """Size of all its files together, in MiB."""
+    """Size of all files of a program together, in MiB."""
     output_bytes: Amount = 262144
     """Bytes of output after which a program is ended."""
 
@@ -155,16 +155,16 @@ class ToolConfig(NamedPartConfig):
     isolate: bool = False
     """Run each episode's object in a process of its own, which is killed at a deadline and at the episode's end."""
     memory_limit_mb: Annotated[Mebibytes, OnlyWith("isolate")] = 1024
-    """With isolate: memory that the process may have above what it has after its imports."""
+    """With isolate: most memory of the process beyond what it has after its imports."""
     timeout_s: Seconds | None = None
     """Deadline of one call; null: that of the environment."""
 
 
 class PythonToolConfig(SandboxKeys):
-    """Arguments (`kwargs`) of the tool python, whose entry limits a program's wall time with its timeout_s."""
+    """Arguments (`kwargs`) of the tool python. timeout_s of the tool limits the wall time of a program."""
 
     stateful: bool = False
-    """Whether a program sees the variables of the episode's earlier ones, which then run again before it."""
+    """Whether a program sees the variables of the episode's earlier programs, which then run again before it."""
     num_workers: Workers = 8
     """Programs that run at the same time; further calls wait, which does not count against their limits."""
     cpu_time_s: Seconds | None = None
@@ -177,7 +177,7 @@ class GraderConfig(NamedPartConfig):
     name: str = "math"
     """Name of an environment, or the dotted path of its class."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Its section, as it would be below env."""
+    """Configuration of the environment, as it would be written below env."""
 
 
 class ToolTokenizerConfig(Section):
@@ -197,15 +197,15 @@ class ToolEnvironmentConfig(Section):
     tools: list[ToolConfig] = Field(default_factory=list)
     """The tools, which are offered in every prompt in addition to those of its row."""
     tool_parser: str | None = None
-    """Parser of vLLM that finds calls in a response; null: one that reads what the chat template writes."""
+    """Parser of vLLM that finds calls in a response; null: a parser for the format that the chat template writes."""
     timeout_s: Seconds = 30.0
-    """Deadline of one call; the model then reads that the tool gave no answer."""
+    """Time limit of one call in seconds; after that the model reads that the tool gave no answer."""
     max_output_bytes: Amount = 8192
     """Longest answer of a tool in bytes of UTF-8; more is cut, and the model reads how much."""
     max_output_tokens: Tokens | None = None
     """Longest answer of a tool in tokens; null: as max_output_bytes allows."""
     max_calls_per_turn: Count = 16
-    """Calls of one response that are made, at the same time; the others are invalid."""
+    """Most calls of one response that are made, all at the same time; further calls are invalid."""
     grader: GraderConfig = Field(default_factory=GraderConfig)
     """The environment that grades the final answer."""
     stop_strings: list[str] | None = None
@@ -224,7 +224,7 @@ class RAGEnvironmentConfig(Section):
     text_column: str = "text"
     """Column with the text of a document."""
     num_results: Count = 10
-    """Documents for each query."""
+    """Number of documents for each query."""
     k1: FactorOrZero = 1.5
     """BM25: how fast repeated words saturate."""
     b: Annotated[float, Field(ge=0, le=1)] = 0.75

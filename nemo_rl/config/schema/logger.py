@@ -85,7 +85,7 @@ class PrometheusConfig(Section):
     enabled: bool = False
     """Serve http://<host>:<port>/metrics while the run goes on."""
     host: str = "127.0.0.1"
-    """Address to serve at; 0.0.0.0: all of this machine, to everyone who can reach it."""
+    """Address to serve at; 0.0.0.0: all addresses of this machine, for everyone who can reach it."""
     port: Annotated[int, Field(ge=0, le=65535)] = 9464
     """Port to serve at; 0: a free one, which the log names."""
 
@@ -109,14 +109,14 @@ class LoggerConfig(Section):
     num_answers_on_terminal: CountOrZero = 2
     """Sampled answers of a training step shown with their rewards, one line each, if the console is a terminal."""
     answers_on_terminal_period: Count = 10
-    """Steps from one such showing to the next."""
+    """Number of steps from one display of answers to the next."""
     save_trajectories: bool = True
     """Write every rollout of a step to train_data_step<N>.jsonl."""
     record_steps: bool = False
     """Record the first step and each step after a checkpoint in exp_NNN/steps, so that `nemo_rl replay` can repeat
     them."""
     record_modules: Annotated[bool, OnlyWith("record_steps")] = False
-    """Record the output of each module too, so that a replay can name the one that differs first."""
+    """Record the output of each module too, so that a replay can name the first module that differs."""
     monitor_gpus: bool = True
     """Report processors, memory and GPUs of every node under ray/."""
     gpu_monitoring: Annotated[GpuMonitoringConfig, _MONITORS] = Field(default_factory=GpuMonitoringConfig)

@@ -14,7 +14,7 @@ class NamedPartConfig(Section):
     name: str
     """Built-in name, or the dotted path of a class."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of a class of your own, which is constructed with them alone."""
+    """Arguments of a class of your own, which gets no other arguments."""
 
 
 class SFTLossConfig(NamedPartConfig):
@@ -42,8 +42,7 @@ class RolloutSourceConfig(NamedPartConfig):
     """The source of a step's groups of answers."""
 
     name: Annotated[str, PartName(("fresh", "dynamic_sampling"))] = "fresh"
-    """fresh: answers to the next prompts with the current weights; dynamic_sampling, as
-    use_dynamic_sampling=true of the algorithm; or the dotted path of a class that wraps what the other keys
-    describe."""
+    """fresh: answers to the next prompts with the current weights; dynamic_sampling: as use_dynamic_sampling=true of
+    the algorithm; or the dotted path of a class, which wraps the source that the other keys describe."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of a class of your own, after the source that it wraps."""
+    """Arguments of a class of your own, which gets the source that it wraps before them."""

@@ -1,1 +1,1 @@
-"""Ray itself: start or join a cluster, check its nodes, choose among them, watch their health."""
+"""Starts or joins a Ray cluster, checks its nodes, chooses among them, and watches their health."""

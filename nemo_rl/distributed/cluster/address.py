@@ -1,4 +1,4 @@
-"""Find out within seconds whether a Ray cluster answers at RAY_ADDRESS.
+"""Finds out within seconds whether a Ray cluster answers at RAY_ADDRESS.
 
 Ray's own attempt to join an address where no cluster answers takes minutes and ignores signals. Invariant: Ray joins
 only a cluster that has answered this check, and every step of the check has a deadline.

@@ -1,10 +1,10 @@
-"""Join a Ray cluster and notice when a process of it that this program needs has ended.
+"""Joins a Ray cluster, and notices when one of the cluster's processes that this program needs has ended.
 
         raylet        of this program's machine: when it ends, Ray ends all workers, each with a different reason
         gcs_server    on the head: when it has not answered for a minute, Ray ends this process from C++
 
-Then `local_ray.check_local_ray`, which every long wait calls, ends the run in order. Other machines are not watched
-here: `node_health` and the workers' errors report them.
+After either has ended, `local_ray.check_local_ray`, which every long wait calls, ends the run in order. Other machines
+are not watched here: `node_health` and the workers' errors report their loss.
 """
 
 import logging
@@ -45,7 +45,7 @@ def join_ray(address: str, env_vars: Mapping[str, str], *, log_to_driver: bool) 
 
     Raises:
         ConfigError: Ray refuses to join.
-        DeadlineExceededError: it does not connect in time.
+        DeadlineExceededError: the process does not connect in time.
     """
     start = partial(
         ray.init,
@@ -76,7 +76,7 @@ def watch_joined_ray() -> None:
 
 
 def _await_raylet(node: Node) -> None:
-    """Wait until no process listens on the raylet's socket (the kernel reports it) or this process has left."""
+    """Wait until no process listens on the raylet's socket (the kernel reports it) or this process has left Ray."""
     while ray._private.worker.global_worker.node is node:
         try:
             with socket.socket(socket.AF_UNIX) as connection:
@@ -89,12 +89,12 @@ def _await_raylet(node: Node) -> None:
             note_death(node, f"{what} has ended, and the run's workers with it. {logs} {_GO_ON}")
             return
         except OSError:
-            pass  # the connection was closed; the next attempt shows why
+            pass  # the connection was closed; the next attempt shows the reason
         time.sleep(_RETRY_S)
 
 
 def _await_control_service(node: Node) -> None:
-    """Wait until it accepts no connection for `_GONE_S` seconds or this process has left the cluster."""
+    """Wait until the control service accepts no connection for `_GONE_S` seconds or this process has left Ray."""
     host, _, port = node.gcs_address.rpartition(":")
     answered = time.monotonic()
     while ray._private.worker.global_worker.node is node:

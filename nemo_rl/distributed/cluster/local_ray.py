@@ -1,9 +1,10 @@
-"""Start Ray on this machine for one run that has no cluster to join, without the parts that `optimizations.lean_ray`
+"""Starts Ray on this machine for one run that has no cluster to join, without the parts that `optimizations.lean_ray`
 leaves out.
 
-Ray does not survive the death of its gcs_server or raylet. It reports that after a minute, or reports the death of
-some worker instead, or ends the driver from C++ silently. So a thread waits for the end of each of them and logs it
-immediately, and every long wait of the controller calls `check_local_ray` once a second to end the run in order.
+Ray does not survive the death of its gcs_server or raylet. Ray reports such a death only after a minute, or reports the
+death of some worker instead, or ends the driver silently from C++. Therefore one thread waits for the end of each
+daemon and logs it immediately, and every long wait of the controller calls `check_local_ray` once a second to end the
+run in order.
 """
 
 import atexit
@@ -50,9 +51,9 @@ _SYSTEM_CONFIG = {
 }
 _START_ATTEMPTS = 3
 _START_S = 300.0
-"""Seconds for all attempts; Ray's own deadlines end each attempt within a minute."""
+"""Time limit in seconds for all attempts to start Ray. Ray's own deadlines end each attempt within a minute."""
 _LOOK_PERIOD_S = 5
-"""Seconds between two looks whether a daemon is stopped."""
+"""Seconds between two checks whether a signal has stopped a daemon."""
 _STOPPED_LOOKS = 4
 _ROLES = {"gcs_server": "control service", "raylet": "node manager"}
 
@@ -118,7 +119,7 @@ def start_local_ray(
 
 
 def _token_without_home() -> dict[str, str]:
-    """Return a token for Ray's processes as a variable, where Ray could not write one to `~/.ray`.
+    """Return a token for Ray's processes as an environment variable, if Ray cannot write one to `~/.ray`.
 
     Ray writes the file on a user's first start, and fails where the home folder is read-only.
     """
@@ -137,7 +138,7 @@ def _token_without_home() -> dict[str, str]:
 
 
 def _own_folder() -> dict[str, str]:
-    """Return RAY_TMPDIR, a private folder, as an absolute path: Ray's daemons have other working directories."""
+    """Return RAY_TMPDIR, a private folder, as an absolute path, which is valid in every working directory."""
     return {"RAY_TMPDIR": str(own_ray_folder().parent)}
 
 
@@ -179,12 +180,12 @@ def expect_deaths() -> None:
     """Let `note_death` take effect from now on, until this process ends."""
     global _death
     _death = None
-    # Registered after Ray's own handler, so called before Ray ends the daemons.
+    # This handler is registered after Ray's own, so Python calls it before Ray's handler ends the daemons.
     atexit.register(_expect_ends)
 
 
 def note_death(node: Node, obituary: str) -> None:
-    """Make every wait end with an error, and log it immediately, unless this process has left that Ray."""
+    """Log the death of a daemon and make every wait end with an error, unless this process has left that Ray."""
     global _death
     with _noting:
         # `ray.shutdown` disconnects the worker from its node before it ends the daemons.
@@ -197,7 +198,7 @@ def _await_end(node: Node, name: str, process: subprocess.Popen[bytes]) -> None:
     what = f"The {_ROLES[name]} of this run's Ray ({name}, pid {process.pid})"
     log_path = f"{node.get_logs_dir_path()}/{name}.out"
     if _await_stop(process):
-        # Before the kill: if Ray's C++ code in this process waits for the daemon, it ends this process without a word.
+        # This comes before the kill: Ray's C++ code, if it waits for the daemon, ends this process without a message.
         note_death(node, _death_message(what, None, log_path))
         process.kill()
     note_death(node, _death_message(what, process.wait(), log_path))
@@ -208,7 +209,7 @@ def _await_stop(process: subprocess.Popen[bytes]) -> bool:
     try:
         descriptor = os.pidfd_open(process.pid)
     except (AttributeError, ProcessLookupError):
-        return False  # another system than Linux, or it has ended
+        return False  # not Linux, or the process has ended
     try:
         ended = select.poll()
         ended.register(descriptor, select.POLLIN)
@@ -228,7 +229,7 @@ def _expect_ends() -> None:
 
 
 def local_ray_has_died() -> bool:
-    """Return whether Ray is known to be dead, since calls to its gcs_server would block until Ray gives up."""
+    """Return whether Ray is known to be dead, in which case calls to its gcs_server would block for a long time."""
     return _death is not None
 
 
@@ -338,7 +339,7 @@ def _replaced(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _keep_handler(handler: Any) -> None:
-    """Replace the function that sets Ray's SIGTERM handler: the program has its own."""
+    """Do nothing, in place of the function that sets Ray's SIGTERM handler, because the program has its own handler."""
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""Report the load of every node of a run while it trains.
+"""Reports the load of every node of a run while it trains.
 
     a Ray of the run alone      one machine: a thread of this process reads it
-    a joined cluster            an actor without resources reads each node, and the thread asks them
+    a joined cluster            an actor without resources reads each node, and the thread asks the actors
 
 Invariant: a failure of the monitor, or of a tracker that takes its readings, ends nothing and delays nothing; what it
 could not read or log is missing.
@@ -77,9 +77,9 @@ class OwnMachine:
 
 
 class ClusterNodes:
-    """Reads all living nodes of a joined cluster, which keep their numbers, with the next numbers for new nodes.
+    """Reads all living nodes of a joined cluster. A node keeps its number, and a new node gets the next number.
 
-    A node has one open call at most, so a slow one collects no calls.
+    A node has at most one open call, so calls do not accumulate at a slow node.
     """
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ class MachineMonitor:
         self._thread.start()
 
     def stop(self) -> None:
-        """Log all finished readings and end, without waiting for a long reading, which is never logged."""
+        """Log all finished readings and end, without waiting for a reading that still runs, which is never logged."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join(_STOP_S)

@@ -1,8 +1,8 @@
-"""Check that every node of a run has the same code, the models' folders and the same checkpoint folder.
+"""Checks that every node of a run has the same code, the models' folders and the same checkpoint folder.
 
-One Ray task on each node checks this before the first worker starts there, so that a machine without the shared disk is
-named within seconds, instead of a crashed rank later. Invariant: if all workers are on this process's node, nothing is
-checked, and every check has a deadline.
+One Ray task on each node checks this before the first worker starts there. An error then names a machine without the
+shared disk within seconds, before a rank on it crashes. Invariant: if all workers are on this process's node, nothing
+is checked, and every check has a deadline.
 """
 
 import hashlib
@@ -60,7 +60,7 @@ def check_nodes(places: Iterable[RayVirtualCluster], shared: Shared) -> None:
 
     Args:
         places: where workers will run.
-        shared: folders that they need there.
+        shared: folders that the workers need there.
 
     Raises:
         ConfigError: names each node that lacks something, and what it lacks.

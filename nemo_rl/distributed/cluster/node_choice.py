@@ -1,4 +1,4 @@
-"""Choose the nodes of a Ray cluster for a set of bundles, or describe what the nodes lack.
+"""Chooses the nodes of a Ray cluster for a set of bundles, or describes what the nodes lack.
 
 `virtual_cluster` reserves places on the chosen nodes. Invariant: the same nodes with the same free resources give the
 same choice, in the order of the nodes' addresses, so ranks are numbered node by node and a resumed run finds rank 0
@@ -28,7 +28,7 @@ class NodeRoom:
     address: str
     """Address at which other nodes reach it."""
     total: Mapping[str, float]
-    """Its resources by kind; "CPU" and "GPU" are logical."""
+    """Resources of the node by kind; "CPU" and "GPU" are logical."""
     free: Mapping[str, float]
     """Resources that are not taken now."""
 
@@ -65,7 +65,7 @@ def choose_nodes(
     avoid: Collection[str] = (),
     segment_size: int | None = None,
 ) -> list[str] | None:
-    """Give each entry of bundles a node that is large enough, preferably a node with room now.
+    """Choose a node for each entry of bundles, large enough for it and preferably with enough free resources now.
 
     Args:
         counts: bundles of each entry.
@@ -83,7 +83,7 @@ def choose_nodes(
         return _choose_segments(counts, bundle, [node for node in nodes if node.node_id not in avoid], segment_size)
     entries: dict[str, list[int]] = {node.node_id: [] for node in nodes if node.node_id not in avoid}
     chosen: dict[int, str] = {}
-    # The largest entries come first: the remaining ones fit wherever a larger one does.
+    # The largest entries are placed first, because a smaller entry fits wherever a larger one does.
     for entry in sorted(range(len(counts)), key=lambda entry: -counts[entry]):
         fitting = []
         for position, node in enumerate(nodes):
@@ -127,7 +127,7 @@ def _choose_segments(
 def _preference(
     members: Sequence[NodeRoom], size: int, segment_size: int, count: int, bundle: Mapping[str, float]
 ) -> tuple[bool, int]:
-    """Return a sort key of domains for the next segment: free domains first, then for a short segment small ones."""
+    """Return the sort key of a domain: free domains come first, then small domains if the segment is short."""
     is_taken = not all(node.holds(count, bundle, now=True) for node in members[:size])
     return is_taken, len(members) if size < segment_size else 0
 

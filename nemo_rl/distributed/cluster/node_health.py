@@ -1,8 +1,8 @@
-"""Find out whether the machines of workers are lost, after something on them has failed.
+"""Finds out whether the machines of workers are lost, after something on them has failed.
 
 When a machine is lost, ranks that communicated with its ranks report broken connections immediately. Ray reports the
-machine only when its health checks have failed (15 s; a minute if the network drops them). So this module connects to
-its node manager directly. Invariant: each check takes a few seconds at most, and this process's node is never reported
+machine only when its health checks have failed (15 s; a minute if the network drops them). Therefore this module
+connects to the machine's node manager directly. Invariant: each check takes a few seconds at most, and this process's
 as lost.
 """
 

@@ -1,6 +1,7 @@
-"""Find out within milliseconds, and without Ray, why a local Ray cannot start on this machine.
+"""Finds out within milliseconds, and without Ray, why a local Ray cannot start on this machine.
 
-The preflight of a run, `local_ray` and `nemo_rl doctor` use this. Invariant: it starts no process and leaves no file.
+The preflight of a run, `local_ray` and `nemo_rl doctor` use this module. Invariant: it starts no process and leaves no
+file.
 """
 
 import os

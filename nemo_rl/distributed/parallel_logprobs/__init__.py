@@ -1,4 +1,4 @@
-"""Compute token log-probabilities and entropies from hidden states without the `[N, V]` logits in memory.
+"""Computes token log-probabilities and entropies from hidden states without the `[N, V]` logits in memory.
 
 The output head is applied to a few hundred tokens at a time, and again in the backward pass, so
 peak memory grows with `chunk_size x V`, never with `N x V`. Legend: `N` tokens, `D` hidden size,

@@ -1,4 +1,4 @@
-"""Compute log-probabilities and entropies of tokens, chunk by chunk, and their gradients.
+"""Computes log-probabilities and entropies of tokens, chunk by chunk, and their gradients.
 
 Each rank reduces over its own part of the vocabulary; the ranks' results are joined once at the end of the forward
 pass. Apart from filters, the backward pass needs no communication: it has the sums over the whole vocabulary.
@@ -92,7 +92,7 @@ def _statistics(x_nV: Tensor, columns_nk: Tensor) -> tuple[Tensor, Tensor, Tenso
 def _over_all_ranks(
     target_Nk: Tensor, lse_N: Tensor, mean_N: Tensor, here_Nk: Tensor, group: Group
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Join the ranks' `_statistics` into one for the whole vocabulary, weighting means by the parts' probability."""
+    """Join the `_statistics` of all ranks into those of the whole vocabulary, with means weighted by probability."""
     target_Nk = all_reduce(target_Nk.where(here_Nk, 0.0), group)
     parts_r2N = all_gather(torch.stack([lse_N, mean_N])[None], 0, group, partial_gradient=False)
     lse_rN, mean_rN = parts_r2N.unbind(1)
@@ -159,7 +159,7 @@ class _ChunkedTokenLogprobs(torch.autograd.Function):
         grad_logprobs_Nk = columns(grad_logprobs_N)
         grad_targets_Nk = grad_logprobs_Nk if here_Nk is None else grad_logprobs_Nk * here_Nk
         if grad_entropy_N is not None and not grad_entropy_N.is_cuda and not grad_entropy_N.any():
-            grad_entropy_N = None  # not on a GPU: waiting for the device would cost more than it saves
+            grad_entropy_N = None  # not on a GPU, where the check would wait for the device
         gradients = _Gradients(ctx, head, hidden_ND)
         grad_logits = fused_on_gpu(_grad_logits, hidden_ND)
         for start in range(0, hidden_ND.shape[0], ctx.chunk_size):
@@ -167,7 +167,7 @@ class _ChunkedTokenLogprobs(torch.autograd.Function):
             y_nV = head.logits(hidden_ND[part])
             x_nV = logits_of_density(y_nV, targets_N[part], ctx.density, ctx.group)
             if ctx.transform.cap is None:
-                y_nV = x_nV  # y is not needed again: release its memory
+                y_nV = x_nV  # releases y, which is not needed again
             grad_entropy_n = None if grad_entropy_N is None else grad_entropy_N[part]
             entropy_n = lse_N[part] - mean_N[part]
             grad_x_nV = grad_logits(x_nV, lse_N[part], grad_logprobs_Nk[part], entropy_n, grad_entropy_n)

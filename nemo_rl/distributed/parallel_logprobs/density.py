@@ -1,4 +1,4 @@
-"""Describe the density from which a sampler drew: temperature, top-k and nucleus filters, by vLLM's rules.
+"""Describes the density from which a sampler drew: temperature, top-k and nucleus filters, by vLLM's rules.
 
 Invariant: a filter uses the whole vocabulary, so every rank of a divided head keeps the same tokens.
 """

@@ -1,4 +1,4 @@
-"""Compile chains of elementwise operations and reductions into one kernel, if a compiler for the device is available.
+"""Compiles chains of elementwise operations and reductions into one kernel, if a compiler for the device is available.
 
 Invariant: a run never fails for lack of a compiler. On a CPU the function itself is called, so the bits do not change.
 """

@@ -1,4 +1,4 @@
-"""Apply a model's output head: a linear layer, whole or this rank's rows of it, and the function after it."""
+"""Applies a model's output head: a linear layer, whole or this rank's rows of it, and the function after it."""
 
 from dataclasses import dataclass
 
@@ -73,7 +73,7 @@ class OutputHead:
         return self.transform.apply_(x_nV)
 
     def locate(self, ids_Nk: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the columns of these ids in this rank's logits (else 0) and a mask of the ids it has (None: all)."""
+        """Return each id's column in this rank's logits, or 0, and a mask of the ids that this rank has (None: all)."""
         if self.group is None:
             return ids_Nk, None
         columns_Nk = ids_Nk - self.first_id
@@ -97,7 +97,7 @@ def scalar_outputs(hidden_KD: Tensor, weight_1D: Tensor, bias_1: Tensor | None =
     Returns:
         `[K]` float32 (float64 for float64 inputs).
     """
-    outputs_K = torch.mv(widen(hidden_KD), widen(weight_1D)[0])  # not a view, of which FSDP would warn
+    outputs_K = torch.mv(widen(hidden_KD), widen(weight_1D)[0])  # FSDP would warn about a view
     return outputs_K if bias_1 is None else outputs_K + widen(bias_1)
 
 

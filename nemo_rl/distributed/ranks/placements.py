@@ -1,4 +1,4 @@
-"""Convert whole tensors to DTensors without communication, and back one mesh axis at a time.
+"""Converts whole tensors to DTensors without communication, and converts them back one mesh axis at a time.
 
 Modules can compute with the local tensors of their rank.
 """
@@ -47,8 +47,9 @@ def computing_with(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator
 def whole(tensor: Tensor) -> Tensor:
     """Return the full tensor on every rank of its mesh, in a collective call for DTensors.
 
-    The mesh's device gathers it axis by axis, outermost first: FSDP divides the parts that tensor parallelism makes, so
-    FSDP's pieces are joined first. (`full_tensor` does the same for such placements, but warns every time.)
+    The tensor is gathered on the mesh's device axis by axis, outermost first: FSDP divides the parts that tensor
+    parallelism makes, so FSDP's pieces are joined first. (`full_tensor` does the same for such placements, but warns
+    every time.)
     """
     if not isinstance(tensor, DTensor):
         return tensor

@@ -1,4 +1,4 @@
-"""Join the `torch.distributed` group that a worker group's environment describes.
+"""Joins the `torch.distributed` group that a worker group's environment describes.
 
 Invariant: rank, world size and address come from the environment that `worker_groups` sets, backend and timeout from
 the caller; rank 0 listens on the port that it holds.
@@ -68,8 +68,8 @@ def outlive_failed_groups() -> None:
     The watchdog of any group notes a failure in a flag of the process. If torch dumps on a timeout, as it does by
     default, the monitor of the default group reads that flag and ends the process after
     `TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC` (8 minutes), although the group of a weight sync has reported the failure and is
-    gone. torch reads the variable when it makes the default group, so call this before; a value that a user has set
-    stays.
+    gone. torch reads the variable when it makes the default group, so this function must be called before that. A value
+    that a user has set stays.
     """
     os.environ.setdefault(_DUMP_ON_TIMEOUT, "0")
 
@@ -142,7 +142,7 @@ def _interface_to(address: str) -> str | None:
     own = socket.inet_aton(towards)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has no address
+            with suppress(OSError):  # the interface has no address
                 if fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))[20:24] == own:
                     return name
     return None

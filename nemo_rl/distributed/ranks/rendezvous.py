@@ -1,4 +1,4 @@
-"""Hold the port of a process group's store from the moment it is chosen until the store listens on it.
+"""Holds the port of a process group's store from the moment it is chosen until the store listens on it.
 
 This file imports neither torch, because `worker_process` imports it, nor Ray; `process_group.open_store` takes the port
 over. Invariant: a held port is given to no other process on its machine, so equal runs that start at the same time do
@@ -19,7 +19,7 @@ def bind_free_port(address: str, low: int | None, high: int | None) -> socket.so
     Args:
         address: an address of this node.
         low: lowest port to try; None leaves the choice to the operating system.
-        high: highest such port.
+        high: highest port to try.
 
     Returns:
         The bound socket. It does not listen yet.
@@ -29,7 +29,7 @@ def bind_free_port(address: str, low: int | None, high: int | None) -> socket.so
     """
     candidates = [0]
     if low is not None and high is not None:
-        # Not Python's global generator: a run seeds it, so equal runs would try the same ports.
+        # Python's global generator is not used, because a run seeds it and equal runs would try the same ports.
         candidates = random.SystemRandom().sample(range(low, high + 1), high + 1 - low)
     for port in candidates:
         bound = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)

@@ -1,4 +1,4 @@
-"""Turn an error of one rank into an error of all ranks, so that no rank waits for a stopped rank.
+"""Turns an error of one rank into an error of all ranks, so that no rank waits for a stopped rank.
 
 Invariant: after `raise_on_all_ranks` either every rank continues, or every rank has raised the same CheckpointError.
 """
@@ -50,7 +50,7 @@ def _checkpoint_exception() -> "type[dcp.CheckpointException]":
 
 
 def require_readable(error: "dcp.CheckpointException") -> None:
-    """Raise the CheckpointError with which a rank refused a file, if one did: it names the cause best.
+    """Raise the CheckpointError of a rank that refused a file, if there is one, because it names the cause best.
 
     Raises:
         CheckpointError: a rank refused a file.

@@ -75,7 +75,7 @@ def block_here(tensor: torch.Tensor) -> TensorBlock:
     if isinstance(tensor, DTensor):
         mesh, placements = tensor.device_mesh, list[Any](tensor.placements)
         axes = [axis for axis, placement in enumerate(placements) if hasattr(placement, "dim")]
-        # The shards of FSDP, if another axis divides the same dimension, are no subclass of `Shard`.
+        # FSDP's placement is not a subclass of `Shard` if another axis divides the same dimension.
         for axis in sorted(axes, key=lambda axis: not isinstance(placements[axis], Shard)):
             dim = placements[axis].dim
             chunk = -(-sizes[dim] // mesh.size(axis))

@@ -1,1 +1,1 @@
-"""The workers of a `RayWorkerGroup`: build their processes, call them, collect results and logs."""
+"""Builds the processes of the workers of a `RayWorkerGroup`, calls them, and collects results and logs."""

@@ -1,4 +1,4 @@
-"""Create one worker of a group: its placement, and the recipe for its process.
+"""Creates one worker of a group: its placement, and the recipe for its process.
 
 `worker_groups` plans placements and creates a `WorkerSlot` in each; `worker_process` then runs there. Invariant: this
 file never waits for a worker; a `WorkerSlot` is returned before its process has started.
@@ -19,7 +19,8 @@ from nemo_rl.distributed.workers.process import AsyncWorkerHost, WorkerHost
 from nemo_rl.distributed.workers.results import WorkerSlot
 from nemo_rl.optimizations.fork_server import needs_own_start, server_socket
 
-# These are read when a process starts, so the worker cannot set them. Ray starts a new process if any is given.
+# Variables with these prefixes are read when a process starts, so the worker cannot set them. Ray starts a new process
+# for a worker if one of them is given.
 _READ_AT_PROCESS_START = ("LD_", "PYTHON", "MALLOC_", "GLIBC_", "RAY_", "CUDA_VISIBLE_")
 
 
@@ -53,7 +54,7 @@ class RayWorkerBuilder:
 
         Args:
             venv: the requested environment; None reads the registry.
-            timeout_s: seconds for making it.
+            timeout_s: time limit in seconds for making the environment.
         """
         self._runtime_env = make_actor_runtime_env(self.ray_actor_class_fqn, venv, name, timeout_s)
         return self
@@ -112,7 +113,7 @@ class RayWorkerBuilder:
         return WorkerSlot(name, rank, handle, is_async=self.max_concurrency is not None)
 
     def _titled(self) -> Any:
-        """Return the actor class, one for all workers: Ray disassembles, pickles and sends each class that it sees."""
+        """Return the actor class, one for all workers, because Ray pickles and sends each class that it sees."""
         if self._actor_class is None:
             host = WorkerHost if self.max_concurrency is None else AsyncWorkerHost
             # The subclass only carries the worker's name into process titles and Ray's tools.

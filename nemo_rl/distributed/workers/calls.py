@@ -1,6 +1,6 @@
-"""Decide which worker is called with which arguments, for `RayWorkerGroup.run_all_workers_*`.
+"""Decides which worker is called with which arguments, for `RayWorkerGroup.run_all_workers_*`.
 
-`worker_groups` makes the planned calls. Pure functions of a `NamedSharding`; only `stored` calls Ray.
+`worker_groups` makes the planned calls. All functions depend only on their arguments; `stored` alone calls Ray.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,9 +34,9 @@ class ShardedCall:
     worker_idx: int
     """The worker to call."""
     coords: tuple[int, ...] | None
-    """Its positions on the sharded axes, None for a dummy call without data."""
+    """Positions of the worker on the sharded axes; None for a dummy call without data."""
     is_wanted: bool
-    """Whether its answer is returned."""
+    """Whether the answer of the worker is returned."""
 
 
 def plan_sharded_calls(

@@ -1,4 +1,4 @@
-"""Wait for the start of workers, end their processes, and find out whether workers are lost that need each other."""
+"""Waits for the start of workers, ends their processes, and finds out whether one that others need is lost."""
 
 import logging
 import time
@@ -33,7 +33,7 @@ def await_start(
         began: `time.monotonic()` at which the processes were requested.
 
     Returns:
-        The parts of their start.
+        The phases of their start.
 
     Raises:
         Exception: as `gather`.
@@ -75,7 +75,7 @@ def kill_workers(slots: Sequence[WorkerSlot]) -> bool:
 
 
 def find_loss(slots: Sequence[WorkerSlot], *, silence_is_loss: bool) -> str | None:
-    """Ask workers for a sign of life.
+    """Ask workers whether they are alive.
 
     Args:
         slots: workers that depend on each other.

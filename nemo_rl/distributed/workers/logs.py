@@ -1,4 +1,4 @@
-"""Read a worker's last log lines and the stacks of its threads from any node.
+"""Reads a worker's last log lines and the stacks of its threads from any node.
 
 `worker_results` adds them to its errors. Invariant: the worker does not need to cooperate; it may be dead or stuck in C
 code.
@@ -55,7 +55,7 @@ def stacks_of(workers: Sequence[WorkerIdentity]) -> str:
 def activity_of(workers: Sequence[ProcessIdentity]) -> list[tuple[str, float]]:
     """Return for each worker the kernel's letter for its process state (T: stopped) and its CPU seconds.
 
-    "?" and 0 if the node does not answer or the process is gone.
+    An entry is "?" and 0 if the node does not answer or the process is gone.
     """
     answers = _ask_nodes(_read_activity, [(worker,) for worker in workers])
     read = [answer.split() if answer[0] != "(" else ["?", "0"] for answer in answers]

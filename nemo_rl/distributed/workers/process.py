@@ -1,4 +1,4 @@
-"""Run a worker process: a host actor that owns one worker object.
+"""Runs a worker process: a host actor that owns one worker object.
 
 `worker_groups` creates hosts by the name of the worker's class; `worker_logs` finds a worker's logs and stacks through
 the identity reported here. Invariant: the class is imported only in the worker process, after its environment is set,

@@ -1,4 +1,4 @@
-"""Wait for answers of workers with a deadline, and name the worker and the reason in errors.
+"""Waits for answers of workers with a deadline, and names the worker and the reason in errors.
 
         gather --ray.wait--> first answer --> keep the result, continue
                                           |-> first failure --> short wait for its root cause --> raise; other calls are
@@ -27,12 +27,12 @@ from nemo_rl.utils.errors import DeadlineExceededError, NodeLostError, WorkerDie
 
 # When a worker dies, its peers may report a broken connection before Ray reports the death.
 WORKER_DEATHS = (RayActorError, OutOfMemoryError)
-"""Ray's errors for calls to a process that has died; the second one: ended because the machine's memory was full."""
+"""Ray's errors for calls to a process that has died. `OutOfMemoryError` means that the machine's memory was full."""
 _FULL_MEMORY = re.compile(r"Memory on the node \(IP: ([^,)]+)[^)]*\) was ([\d.]+)GB used / ([\d.]+)GB limit")
 ROOT_CAUSE_GRACE_S = 2.0
 _TOGETHER_S = 50e-6
-"""Seconds for each open call in which further answers are waited for. A wait takes time for each open call, so a wait
-for every single answer would take time for the square of the calls."""
+"""Seconds, for each open call, to wait for further answers after the first one. The time of a wait grows with the
+number of open calls, so waiting for every answer separately would take quadratic time."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Measure the parts of a worker's start, in its process and from the controller.
+"""Measures the parts of a worker's start, in its process and from the controller.
 
     worker process   `start_phase("weights")` around the work ─► `taken_phases` ─► answer of `WorkerHost.build`
     controller       answers of all workers ─► `slowest_of` ─► `RayWorkerGroup.start_phases`
@@ -37,7 +37,7 @@ class WorkerPhase:
     worker: str
     """Name of the slowest worker."""
     node: str
-    """Address of its machine."""
+    """Address of the slowest worker's machine."""
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def slowest_of(workers: Sequence[tuple[str, str]], seconds: Sequence[Mapping[str
 
     Args:
         workers: name and machine of each worker.
-        seconds: its phases; a worker may lack some.
+        seconds: seconds of each worker by phase; a worker may lack some phases.
     """
     phases = []
     for name in dict.fromkeys(name for of_worker in seconds for name in of_worker):

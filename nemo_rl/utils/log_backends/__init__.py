@@ -1,5 +1,5 @@
-"""Send metrics to trackers, each with one file that alone imports its library.
+"""Sends metrics to trackers. Each tracker has one file, and this file alone imports the tracker's library.
 
-`utils.logger` chooses among them. Invariant: no tracker is imported before a configuration requests it, except the
+`utils.logger` chooses the trackers. Invariant: no tracker is imported before a configuration requests it, except the
 console and the JSON lines, which need no extra library.
 """

@@ -1,4 +1,4 @@
-"""Log one line per step on the console, with a progress bar on a terminal.
+"""Logs one line per step on the console, with a progress bar on a terminal.
 
 The records go through `utils.logging_setup`, which prints them above the bar. Invariant: the line shows the same
 numbers that the trackers get.

@@ -1,4 +1,4 @@
-"""Write metrics and rows as JSON lines, which can be read without a tracker.
+"""Writes metrics and rows as JSON lines, which can be read without a tracker.
 
 `metrics.jsonl` has one line per group of metrics: `{"step", "prefix", "metrics", "time"}`, the time in seconds since
 1970. Invariant: numbers keep full precision, and every line is strict JSON (null stands for a number that is not

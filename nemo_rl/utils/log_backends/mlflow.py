@@ -1,4 +1,4 @@
-"""Log to MLflow (extra `mlflow`).
+"""Logs to MLflow (extra `mlflow`).
 
 Selected by `logger.mlflow_enabled`. Invariant: only this file imports mlflow.
 """
@@ -17,10 +17,11 @@ from nemo_rl.utils.log_backends.tracker import LoggerInterface, Metrics, flatten
 
 _PARAMS_PER_CALL = 100
 _METRICS_PER_CALL = 1000
-"""The most that MLflow's servers accept."""
+"""Largest number of metrics that MLflow's servers accept in one call."""
 _LONGEST_VALUE = 500
 _PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
-"""By default MLflow retries for minutes, with doubling pauses, while the run waits."""
+"""Settings with which MLflow gives up soon. By default it retries for minutes, with doubling pauses, while the run
+waits."""
 
 
 class MLflowLogger(LoggerInterface):
@@ -49,7 +50,7 @@ class MLflowLogger(LoggerInterface):
             if artifact_location and mlflow.get_experiment_by_name(cfg.experiment_name) is None:
                 mlflow.create_experiment(cfg.experiment_name, artifact_location=artifact_location)
             mlflow.set_experiment(cfg.experiment_name)
-        # MLflow keeps the active run per thread, and the monitor of the machines logs from another one.
+        # MLflow keeps the active run per thread, and the monitor of the machines logs from another thread.
         self._run_id: str = mlflow.start_run(run_id=cfg.run_id, run_name=cfg.run_name).info.run_id
 
     @override

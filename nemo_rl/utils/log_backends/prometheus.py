@@ -1,4 +1,4 @@
-"""Serve the newest metrics of a run to Prometheus.
+"""Serves the newest metrics of a run to Prometheus.
 
 Selected by `logger.prometheus`. Invariant: only this file imports prometheus_client, and a request is answered with
 numbers in memory, so a slow reader never delays training.
@@ -37,7 +37,7 @@ _REASONS: dict[int | None, str] = {
     errno.EACCES: "This user may not serve the port: those below 1024 are often kept for the system",
 }
 _WHOLE = ("ray",)
-"""Groups that are logged as a whole: a value that is not logged again is of a node or a GPU that is gone."""
+"""Groups whose values are all logged each time. A value that is missing belongs to a node or a GPU that is gone."""
 
 type Labels = tuple[tuple[str, str], ...]
 

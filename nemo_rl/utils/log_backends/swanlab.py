@@ -1,4 +1,4 @@
-"""Log to SwanLab (extra `swanlab`), which works offline with SWANLAB_MODE=offline.
+"""Logs to SwanLab (extra `swanlab`), which works offline with SWANLAB_MODE=offline.
 
 Selected by `logger.swanlab_enabled`. Invariant: only this file imports swanlab.
 """

@@ -1,4 +1,4 @@
-"""Write TensorBoard event files.
+"""Writes TensorBoard event files.
 
 Selected by `logger.tensorboard_enabled`. Invariant: only this file imports TensorBoard.
 """

@@ -1,4 +1,4 @@
-"""Define the interface of metric trackers, and conversions that all of them need.
+"""Defines the interface of metric trackers, and conversions that all of them need.
 
 The other files of this folder and `utils.logger` implement it. Invariant: a metric is logged as `<prefix>/<name>`, and
 a number that is not finite is logged unchanged, never hidden.
@@ -15,7 +15,7 @@ type Metrics = Mapping[str, Any]
 """Name -> number; 0-dimensional tensors and NumPy scalars are numbers too."""
 
 _VARIABLES = ("env_vars", "environment")
-"""Keys whose values are environment variables; those of other sections of these names have values of other kinds."""
+"""Keys that hold environment variables. In some sections, keys with these names hold values of other kinds."""
 
 
 class LoggerInterface(ABC):
@@ -24,7 +24,7 @@ class LoggerInterface(ABC):
     failures: ClassVar[tuple[type[Exception], ...]] = (OSError,)
     """Errors that mean that the destination cannot be reached or written."""
     shows_repeated: ClassVar[bool] = False
-    """Whether it also gets the metrics of steps that a run trains again after a restart."""
+    """Whether the destination also gets the metrics of steps that a run trains again after a restart."""
 
     @abstractmethod
     def log_metrics(

@@ -1,4 +1,4 @@
-"""Log to Trackio, whose runs are in a database in the run's folder, or on a Space of the Hugging Face hub.
+"""Logs to Trackio, whose runs are in a database in the run's folder, or on a Space of the Hugging Face hub.
 
 Selected by `logger.trackio_enabled`. Invariant: only this file imports trackio.
 """
@@ -37,7 +37,7 @@ class TrackioLogger(RunTracker):
             )
         if "TRACKIO_DIR" not in os.environ:
             os.environ["TRACKIO_DIR"] = TrackioLogger._first_folder = folder
-        import trackio  # reads the variable
+        import trackio  # reads the variable when it is imported
 
         try:
             with handlers_kept():

@@ -1,4 +1,4 @@
-"""Log to Weights & Biases, which works offline with WANDB_MODE=offline.
+"""Logs to Weights & Biases, which works offline with WANDB_MODE=offline.
 
 Selected by `logger.wandb_enabled`. Invariant: only this file imports wandb.
 """

@@ -1,8 +1,8 @@
-"""Make Python environments for workers with uv, once per node.
+"""Makes Python environments for workers with uv, once per node.
 
-`distributed.ray_actor_environment_registry` makes them on every node of a run. Invariant: a folder with the name of a
-finished environment is complete and was made from exactly the inputs in its digest (`ingredients`), because it is built
-in another folder and renamed.
+`distributed.ray_actor_environment_registry` makes environments on every node of a run. Invariant: a folder with the
+name of a finished environment is complete and was made from exactly the inputs in its digest (`ingredients`), because
+it is built in another folder and renamed.
 
         <folder>/<name>-<digest>/               finished; `venv.json` in it lists the inputs
         <folder>/.<name>.making-<host>-<pid>/   being made, or left by a process that died
@@ -67,7 +67,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_py_executable(text: str) -> VenvConfig | None:
-    """Parse one of `PY_EXECUTABLES` or a similar text into an environment, or None for the driver's.
+    """Parse one of `PY_EXECUTABLES` or a similar text into an environment, or None for the driver's interpreter.
 
     Args:
         text: path of an interpreter, or `uv run` with --extra EXTRA and --with REQUIREMENT, both repeatable.
@@ -119,7 +119,7 @@ def create_local_venv(
     folder: Path | None = None,
     timeout_s: float = 1800.0,
 ) -> str:
-    """Return the interpreter of an environment on this node, made first if none has the same inputs.
+    """Return the interpreter of an environment on this node, which is made first if none has the same inputs.
 
     If several processes request the same environment, one makes it and the others wait.
 
@@ -128,7 +128,7 @@ def create_local_venv(
         venv_name: start of the folder's name.
         force_rebuild: make it again even if it exists.
         folder: folder of the environments; None takes `venv_folder()`.
-        timeout_s: seconds for everything.
+        timeout_s: time limit in seconds, including the wait for another process that makes the environment.
 
     Returns:
         Path of its `python`.
@@ -196,7 +196,7 @@ def _reason(folder: Path, name: str, found: Mapping[str, str]) -> str:
 
 def _make(final: Path, name: str, wanted: VenvConfig, found: Mapping[str, str], uv: Uv) -> None:
     mine = f".{name}.making-{os.uname().nodename}-"
-    for left in final.parent.glob(f"{mine}*"):  # left by a process that died: a living one would hold the lock
+    for left in final.parent.glob(f"{mine}*"):  # its process has died: a living one would hold the lock
         shutil.rmtree(left, ignore_errors=True)  # its uv may still write; the next call removes the rest
     making = final.parent / f"{mine}{os.getpid()}"
     try:

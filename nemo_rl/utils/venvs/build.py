@@ -1,4 +1,4 @@
-"""Make one environment with uv, on top of the driver's packages or from the project's extras.
+"""Makes one environment with uv, on top of the driver's packages or from the project's extras.
 
 Invariant: an environment without the driver's Python, the driver's Ray and this nemo_rl is refused.
 """
@@ -66,7 +66,7 @@ def project_file() -> Path:
     """Return nemo_rl's pyproject.toml, from its checkout or from its installed wheel.
 
     Raises:
-        VenvError: neither has one.
+        VenvError: neither has a pyproject.toml.
     """
     brought = Path(sysconfig.get_path("data"), "share", "nemo_rl", "pyproject.toml")
     for place in (REPOSITORY_ROOT / "pyproject.toml", brought):
@@ -240,7 +240,7 @@ def check_interpreter(command: Sequence[str]) -> None:
 
 
 def update_lock(uv: Uv) -> None:
-    """Update the project's lock, if it is missing or older than its requirements, or else use no network."""
+    """Update the project's lock file if it is missing or older than its requirements, or else use no network."""
     uv.run("lock", "--project", str(project_file().parent), "--python", sys.executable)
 
 

@@ -31,12 +31,12 @@ class DistillationConfig(RolloutTrainingConfig):
     max_num_steps: Amount = 1000
     """Training stops after this many steps."""
     max_num_epochs: Epochs = 10
-    """Training stops after this many passes over the training data; -1: no limit. With data.train.<i>.weight a pass
-    is as many prompts as all data sets have rows."""
+    """Training stops after this many passes over the training data; -1: no limit. With data.train.<i>.weight one pass
+    has as many prompts as all data sets together have rows."""
     topk_logits_k: Count = 64
     """Logits that the teacher sends for each token: those of its k most likely tokens."""
     val_period: AmountOrMinusOne = 20
-    """Validate every this many steps; 0 or -1: only at start or end."""
+    """Steps from one validation to the next; 0 or -1: only at start or end."""
     val_batch_size: Count | None = 64
     """Prompts in one validation batch; null: all in one batch."""
     max_val_samples: Amount | None = 512
@@ -90,7 +90,7 @@ class TeacherConfig(SecondModelConfig):
     train_global_batch_size: Count = derived("${policy.train_global_batch_size}")
     """Not used: nothing is trained."""
     train_micro_batch_size: Count = derived("${policy.train_micro_batch_size}")
-    """Only the default of logprob_batch_size."""
+    """Used only as the default of logprob_batch_size."""
     optimizer: OptimizerConfig | None = None
     """Not used: the teacher's weights never change."""
     scheduler: SchedulerList | SchedulerConfig | None = None

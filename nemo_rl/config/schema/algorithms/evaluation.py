@@ -42,10 +42,10 @@ class EvalGenerationConfig(GenerationConfig):
     }
 
     model_name: str = "Qwen/Qwen2.5-Math-1.5B-Instruct"
-    """Hub id, or folder with a model: for a checkpoint <step folder>/policy/weights/model."""
+    """Hub id or folder of the model. For a checkpoint the folder is <step folder>/policy/weights/model."""
     endpoint: ModelEndpointConfig | None = None
-    """A model that another server has, which is evaluated in place of model_name without engines, GPUs and a
-    tokenizer; null: engines of the run have the model."""
+    """A model on another server, which is evaluated instead of model_name, without engines, GPUs and a tokenizer; null:
+    engines of the run load model_name."""
     num_prompts_per_step: AmountOrMinusOne = -1
     """Prompts sampled together and then written to save_path; -1: all of them."""
     temperature: FactorOrZero = 0.0
@@ -101,7 +101,7 @@ class EvalDataConfig(Section):
 
     @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
-        """Report the keys of generated problems where the data set generates none."""
+        """Report the keys of generated problems if the data set generates no problems."""
         return {**super().without_effect(values), **numbers_without_effect(values.get("dataset_name"))}
 
     dataset_name: str | None = "aime2024"
@@ -129,13 +129,13 @@ class EvalDataConfig(Section):
     max_input_seq_length: Tokens | None = derived("${generation.engine.max_model_len}")
     """Longest prompt in tokens; longer ones are not sampled and count as not solved; null: no limit."""
     repeat: Count = 1
-    """Number of rounds in which all problems are sampled."""
+    """Number of times that all problems are sampled, one round after another."""
     max_samples: Amount | None = None
-    """Ask only this many problems, a seeded random choice; null: all."""
+    """Number of problems to use, drawn at random by seed; null: all."""
     seed: Seed = 42
     """Seed of max_samples, of option orders and of generated sums."""
     num_samples: Amount | None = None
-    """Generated problems, only for arithmetic; null: 256."""
+    """Number of generated problems, only for arithmetic; null: 256."""
     min_operand: Operand = 10
     """Smallest number in a problem, only for arithmetic."""
     max_operand: Operand = 99

@@ -30,7 +30,8 @@ class AdvantageEstimatorConfig(NamedPartConfig):
     """The formula that turns a group's rewards into advantages, with further keys for built-in names."""
 
     name: AdvantageEstimatorName = "grpo"
-    """Advantage formula; dr_grpo and rloo set the two switches below themselves; or the dotted path of a class."""
+    """Advantage formula, or the dotted path of a class. dr_grpo and rloo set normalize_rewards and
+    use_leave_one_out_baseline themselves."""
     normalize_rewards: bool = derived("${..normalize_rewards}")
     """Divide by the sample standard deviation (n - 1) of the rewards that make the baseline; gdpo always whitens its
     sum over the batch."""
@@ -83,10 +84,10 @@ class GRPOConfig(RewardedTrainingConfig):
     """Upper bound of the final advantage; null: none."""
     invalid_tool_call_advantage: Number | None = None
     """Advantage of the tokens of a turn whose tool call cannot be made (not readable, unknown tool, wrong arguments),
-    instead of the computed one; null: off."""
+    instead of the computed advantage; null: off."""
     malformed_thinking_advantage: Number | None = None
     """Advantage of thinking tags that are out of place (see reward_penalties.penalize_malformed_think_tag), instead of
-    the computed one; where a tag is missing at the end of a turn, of the tag that was not closed, or of the last token
-    if the prompt has opened the thinking; null: off."""
+    the computed one; null: off. If thinking is not closed at the end of a turn, the opening tag gets it, or the last
+    token of the turn if the prompt opened the thinking."""
     async_grpo: AsyncGRPOConfig | None = Field(default_factory=AsyncGRPOConfig)
-    """NeMo RL's section for overlap; fills in overlap where enabled."""
+    """NeMo RL's section for overlap; if enabled, it fills in overlap."""

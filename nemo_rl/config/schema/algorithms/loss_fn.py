@@ -23,8 +23,8 @@ class ClippedPGLossConfig(NamedPartConfig):
     """The clipped policy-gradient loss."""
 
     name: Annotated[str, PartName(("clipped_pg",))] = "clipped_pg"
-    """clipped_pg, the loss that the keys below describe; or the dotted path of a class, for which they only say what
-    its batches hold: reference_policy_logprobs with reference_policy_kl_penalty other than 0."""
+    """clipped_pg, the loss that the keys below describe, or the dotted path of a class. For a class, these keys only
+    decide what its batches hold: reference_policy_logprobs if reference_policy_kl_penalty is not 0."""
     reference_policy_kl_penalty: Number = 0.01
     """Weight of the KL term against the reference policy; 0 switches it off, a negative weight drives the policy away
     from the reference. With top_k or top_p both distributions are filtered (in NeMo RL neither), so that the KL is that
@@ -41,8 +41,9 @@ class ClippedPGLossConfig(NamedPartConfig):
     use_on_policy_kl_approximation: Annotated[bool, _WITH_KL] = False
     """Weight the KL term, before its output clamp, by the ratio of current to generation probabilities."""
     sequence_level_kl_weight: Annotated[bool, _WITH_KL] = False
-    """Weight the KL term by the ratio's geometric mean over the sequence instead of each token's ratio: with
-    use_on_policy_kl_approximation by its value, without it only by its gradient."""
+    """Weight the KL term by the geometric mean of the ratio over the sequence instead of by the ratio of each token.
+    With use_on_policy_kl_approximation the mean is the weight; without it the weight is 1, and only its gradient is
+    that of the mean."""
     use_kl_in_reward: Annotated[bool, _WITH_KL] = False
     """Subtract the KL term from the reward instead of adding it to the loss."""
     ratio_clip_min: FactorOrZero = 0.2
@@ -52,9 +53,9 @@ class ClippedPGLossConfig(NamedPartConfig):
     ratio_clip_c: Annotated[Annotated[float, Field(gt=1, le=1e9)] | None, _WITH_RATIO] = None
     """Dual-clip bound for negative advantages, greater than 1; null: off."""
     disable_ppo_ratio: bool = False
-    """Use the REINFORCE loss -A log p, without ratio and clipping (ratio_clip_c has no effect, and
-    sequence_level_importance_ratios changes only the correction weights); with force_on_policy_ratio the value is -A
-    and the gradient the same."""
+    """Use the REINFORCE loss -A log p, without ratio and clipping: ratio_clip_c has no effect, and
+    sequence_level_importance_ratios changes only the correction weights. With force_on_policy_ratio the value of the
+    loss is -A, and the gradient is the same."""
     force_on_policy_ratio: bool = False
     """Take the ratio as exactly 1; needs one optimizer update per rollout batch."""
     use_cispo: bool = False
@@ -68,7 +69,8 @@ class ClippedPGLossConfig(NamedPartConfig):
     """Dr.GRPO: divide the sum over tokens by this many tokens per sample that counts, for example max_new_tokens,
     instead of by the number of tokens that count; null: off."""
     use_importance_sampling_correction: bool = False
-    """Weight tokens by training over generation probability to undo mismatch."""
+    """Weight each token by its probability in training divided by its probability in generation, to correct their
+    mismatch."""
     truncated_importance_sampling_type: Annotated[Literal["tis", "icepop", "seq-mask-tis"] | None, _WITH_CORRECTION] = (
         None
     )

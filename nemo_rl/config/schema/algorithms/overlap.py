@@ -32,14 +32,14 @@ class GroupFailuresConfig(Section):
     max_attempts_per_prompt: Count | None = None
     """Attempts to sample the group of a prompt; null: max_generation_failures alone bounds the failures."""
     backoff_base_s: FactorOrZero = 1.0
-    """Seconds before the second attempt; before each further one twice as many."""
+    """Seconds before the second attempt; the wait doubles before each further attempt."""
     max_backoff_s: FactorOrZero = 30.0
-    """Most seconds before an attempt."""
+    """Longest wait before an attempt, in seconds."""
     max_skipped_prompts: CountOrZero = 0
-    """Prompts that a run may skip after max_attempts_per_prompt; their samples have no reward and enter no loss. With
-    0, or after so many, the failure ends the run."""
+    """Prompts that a run may skip after max_attempts_per_prompt failures; their samples have no reward and do not count
+    in the loss. Once so many are skipped (with 0 at once), a further failure ends the run."""
     min_step_fraction: Annotated[float, Field(ge=0, le=1)] = 0.9
-    """Least share of a step's prompts that must not be skipped; with less the run ends."""
+    """Least share of a step's prompts that must be left after skipping; if fewer are left, the run ends."""
 
 
 class OverlapConfig(Section):
@@ -53,20 +53,22 @@ class OverlapConfig(Section):
     """ahead: most training steps between the weights that begin a group of answers and the step that trains on it.
     A prompt is started only if this holds for its group; no group is dropped."""
     order: Annotated[Literal["in_order", "ready_first", "weight_fifo", "freshest_first"], _AHEAD] = "in_order"
-    """ahead: the groups that a step trains on. in_order: the oldest, even if it has to wait for them. The others
-    take finished groups first and wait only for those that would become too old: ready_first the oldest of them,
-    weight_fifo those of the oldest weights, freshest_first the newest."""
+    """ahead: the groups that a step trains on. in_order: the oldest, even if the step has to wait for them. The other
+    orders take finished groups first, and wait only for groups that would become too old. Among finished groups,
+    ready_first takes the oldest, weight_fifo those of the oldest weights, freshest_first the newest."""
     in_flight_weight_updates: Annotated[bool, _AHEAD] = False
     """ahead: running answers continue with new weights; false: each update of the engines waits until all started
     groups are finished. false with order=in_order repeats a run bit for bit."""
     validation: Literal["stop", "hold_updates", "through_updates"] = "stop"
-    """stop: training waits for each validation. The others validate while training goes on: hold_updates measures the
-    weights of one step, and the next update of the engines waits for it; with through_updates nothing waits, and
-    running answers continue with new weights, so that a validation measures several versions."""
+    """stop: training waits for each validation. With the other values training goes on during a validation.
+    hold_updates measures the weights of one step, and the next update of the engines waits for the validation. With
+    through_updates nothing waits, and running answers continue with new weights, so a validation measures several
+    versions."""
     partial_responses: Annotated[Literal["continue", "restart"], _AHEAD] = "continue"
     """ahead: unfinished groups in a checkpoint. continue: their finished samples, turns and the tokens so far are
-    stored, and a resumed run samples the rest; restart: it samples them again from their prompts. No effect with
-    in_flight_weight_updates=false, where a checkpoint waits until all started groups are finished."""
+    stored, and a resumed run samples the rest; restart: a resumed run samples the unfinished groups again from their
+    prompts. No effect with in_flight_weight_updates=false, where a checkpoint waits until all started groups are
+    finished."""
     max_inflight_prompts: Annotated[Count | None, _AHEAD] = None
     """ahead: most prompts that are sampled at the same time; null: no limit."""
     max_buffered_groups: Annotated[Count | None, _AHEAD] = None
@@ -111,7 +113,7 @@ class AsyncRLSamplerConfig(Section):
     max_lookahead_versions: CountOrZero = 1
     """in_order: as overlap.max_age_steps; 0: sampling and training take turns."""
     max_staleness_versions: CountOrZero = 1
-    """The others: as overlap.max_age_steps; 0: sampling and training take turns."""
+    """Other names: as overlap.max_age_steps; 0: sampling and training take turns."""
     sample_freshest_first: bool = False
     """windowed: prefer the newest finished groups."""
 
@@ -139,7 +141,7 @@ class AsyncRLRolloutFailureConfig(Section):
     min_step_batch_fraction: Annotated[float, Field(ge=0, le=1)] = 0.9
     """As overlap.group_failures.min_step_fraction."""
     on_dropped_prompt: Literal["shrink"] = "shrink"
-    """The samples of a skipped prompt enter no loss, so the step has fewer."""
+    """The samples of a skipped prompt do not count in the loss, so the step has fewer samples."""
     max_data_attempts_per_prompt: Count = 2
     """Has no effect."""
     max_consecutive_dropped_prompts: CountOrZero = 0

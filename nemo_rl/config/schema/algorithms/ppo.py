@@ -54,8 +54,8 @@ class PPOAdvantageConfig(Section):
     normalize_advantages: bool = True
     """Shift and scale the advantages of all tokens of a step that count to mean 0 and deviation 1."""
     bootstrap_truncated: bool = False
-    """Add the critic's value of the state after the last token to an answer that hit a length limit, as if it went on;
-    costs a forward pass of the critic over these answers. false: nothing follows."""
+    """For an answer that hit a length limit, add the critic's value of the state after the last token, as if the answer
+    went on. This costs a forward pass of the critic over these answers. false: the value after the last token is 0."""
 
 
 class AsyncPPOConfig(AsyncGRPOConfig):
@@ -74,18 +74,18 @@ class PPOConfig(RewardedTrainingConfig):
     max_num_steps: Amount = 100_000
     """Training stops after this many steps."""
     max_num_epochs: Epochs = 100_000
-    """Training stops after this many passes over the training data; -1: no limit. With data.train.<i>.weight a pass
-    is as many prompts as all data sets have rows."""
+    """Training stops after this many passes over the training data; -1: no limit. With data.train.<i>.weight one pass
+    has as many prompts as all data sets together have rows."""
     val_period: AmountOrMinusOne = 20
-    """Validate every this many steps; 0 or -1: only at start or end."""
+    """Steps from one validation to the next; 0 or -1: only at start or end."""
     ppo_epochs: Count = 4
     """Passes over the samples of a step, by the policy and by the critic; each makes all updates of the step again."""
     policy_training_start_step: AmountOrZero = 0
-    """First steps in which only the critic is trained, and the policy stays as it is."""
+    """Number of first steps in which only the critic is trained."""
     adv_estimator: PPOAdvantageConfig = Field(default_factory=PPOAdvantageConfig)
     """The advantage formula."""
     async_ppo: AsyncPPOConfig | None = Field(default_factory=AsyncPPOConfig)
-    """NeMo RL's section for overlap; fills in overlap where enabled."""
+    """NeMo RL's section for overlap; if enabled, it fills in overlap."""
 
 
 class ValueHeadConfig(RewardModelConfig):

@@ -21,10 +21,11 @@ class RewardPenaltyTokenIdsConfig(Section):
     unwanted: list[TokenId] | None = None
     """Tokens that penalize_unwanted_tokens penalises."""
     think_open: CountOrZero | None = None
-    """Token that opens the thinking; null: the tokenizer's token for the first of thinking_tags, or its text where that
-    is not a single token."""
+    """Token that opens the thinking; null: the tokenizer's token for the first of thinking_tags, or the text of the tag
+    if it is not a single token."""
     think_close: CountOrZero | None = None
-    """Token that closes the thinking; null: as think_open, for the second of thinking_tags."""
+    """Token that closes the thinking; null: the tokenizer's token for the second of thinking_tags, or its text as
+    above."""
 
 
 class OwnPenaltyConfig(NamedPartConfig):
@@ -35,7 +36,7 @@ class OwnPenaltyConfig(NamedPartConfig):
 
 
 class RewardPenaltyConfig(Section):
-    """Penalties on the form of answers: an answer to which one applies has a reward of at most 0 for training."""
+    """Penalties on the form of answers: an answer with a penalty has a reward of at most 0 for training."""
 
     penalize_duplicated_reasoning: bool = False
     """Penalise an answer that repeats its reasoning, or whose reasoning repeats itself, nearly word for word."""
@@ -70,16 +71,16 @@ class RewardPenaltyConfig(Section):
 
 
 class EffortLevelConfig(Section):
-    """One level. Each prompt has one for all its answers, drawn from (seed, phase, row)."""
+    """One level of effort. Each prompt has one level for all its answers, drawn with the seed (seed, phase, row)."""
 
     weight: Factor = 1.0
-    """Share of the prompts with this level, relative to the weights of the others."""
+    """Share of the prompts with this level, relative to the weights of the other levels."""
     system_prompt: str | None = None
-    """Text added to the end of the system message, or sent as one where there is none; null: none."""
+    """Text added to the end of the system message, or sent as the system message if there is none; null: no text."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Variables for the chat template, besides those of policy.tokenizer.chat_template_kwargs, which they replace."""
+    """Variables for the chat template. They override those of policy.tokenizer.chat_template_kwargs."""
     max_thinking_tokens: Tokens | None = None
-    """Tokens of thinking, over all turns of an answer, that cost nothing; null: any number."""
+    """Most tokens of thinking without a penalty, over all turns of an answer; null: no limit."""
     over_budget_penalty: FactorOrZero = 1.0
     """Largest penalty for thinking beyond max_thinking_tokens, subtracted from the reward after reward_scaling."""
     over_budget_tokens: Tokens | None = None

@@ -1,6 +1,6 @@
 """Keys shared by the algorithms that train on the policy's own answers: GRPO, PPO and distillation.
 
-GRPO and PPO, which learn from rewards, share some more.
+GRPO and PPO, which learn from rewards, share further keys.
 """
 
 from typing import Annotated, ClassVar
@@ -47,13 +47,13 @@ class RolloutTrainingConfig(Section):
     max_num_steps: Amount = 1_000_000
     """Training stops after this many steps."""
     max_num_epochs: Epochs = 1
-    """Training stops after this many passes over the training data; -1: no limit. With data.train.<i>.weight a pass
-    is as many prompts as all data sets have rows."""
+    """Training stops after this many passes over the training data; -1: no limit. With data.train.<i>.weight one pass
+    has as many prompts as all data sets together have rows."""
     max_rollout_turns: Count = 1
     """Most turns of model and environment in one rollout."""
     max_episode_tokens: Tokens | None = None
     """Most tokens that the model writes in all turns of one rollout; null: only policy.generation.max_new_tokens bounds
-    each turn, and policy.max_total_sequence_length all of it."""
+    each turn, and policy.max_total_sequence_length bounds the whole rollout."""
     max_idle_steps: Count = 5
     """The run ends with an error after this many steps in a row without an update: no sample counts in the loss, or the
     gradients are not finite."""
@@ -63,7 +63,7 @@ class RolloutTrainingConfig(Section):
     """Exclude answers that hit the length limit from the loss; their rewards still count in the baseline of the other
     answers."""
     val_period: AmountOrMinusOne = 10
-    """Validate every this many steps; 0 or -1: only at start or end."""
+    """Steps from one validation to the next; 0 or -1: only at start or end."""
     val_start_at: AmountOrMinusOne = -1
     """First step at which periodic validation may run; -1: no delay."""
     val_at_start: bool = False
@@ -83,7 +83,7 @@ class RolloutTrainingConfig(Section):
     overlap: OverlapConfig = Field(default_factory=OverlapConfig)
     """Whether sampling and training overlap."""
     rollout_source: RolloutSourceConfig = Field(default_factory=RolloutSourceConfig)
-    """Where the groups of answers of a step come from."""
+    """Source of the groups of answers of a step."""
 
 
 class RewardScalingConfig(Section):
@@ -92,9 +92,9 @@ class RewardScalingConfig(Section):
     enabled: bool = False
     """Map rewards linearly from source to target range."""
     source_min: Number = 0.0
-    """Reward that becomes target_min; lower ones are cut."""
+    """Reward that becomes target_min; lower rewards become target_min too."""
     source_max: Number = 1.0
-    """Reward that becomes target_max; higher ones are cut."""
+    """Reward that becomes target_max; higher rewards become target_max too."""
     target_min: Number = 0.0
     """Low end of the new range."""
     target_max: Number = 1.0
@@ -116,8 +116,8 @@ class RewardShapingConfig(Section):
     overlong_buffer_penalty: FactorOrZero | None = 1.0
     """Penalty at max_response_length, subtracted from the reward."""
     limit_overlong_penalty: bool = False
-    """Keep the penalty of longer answers at overlong_buffer_penalty, as DAPO's paper does; false: it continues to grow
-    at the same rate, as in NeMo RL. Without a buffer it is always limited."""
+    """Keep the penalty of longer answers at overlong_buffer_penalty, as DAPO's paper does; false: the penalty continues
+    to grow at the same rate, as in NeMo RL. Without a buffer the penalty is always limited."""
     stop_properly_penalty_coef: Annotated[float, Field(ge=0, le=1)] | None = None
     """Factor on the reward of cut-off answers, used instead of the ramp; null: off."""
 
@@ -142,7 +142,7 @@ class RewardedTrainingConfig(RolloutTrainingConfig):
     batch_multiplier: Annotated[Annotated[float, Field(ge=1, le=1000)], OnlyWith("use_dynamic_sampling")] = 1.0
     """With dynamic sampling: each round draws num_prompts_per_step times this many prompts; without it no effect."""
     dynamic_sampling_max_gen_batches: Annotated[Count, OnlyWith("use_dynamic_sampling")] = 10
-    """With dynamic sampling: rounds of one step after which the run saves and ends."""
+    """With dynamic sampling: most rounds of one step; if they do not suffice, the run saves and ends."""
     seq_logprob_error_threshold: Factor | None = None
     """Mask a sequence whose mean ratio of training to generation probability exceeds this (its reward still counts in
     the baseline of the other answers); null: never."""

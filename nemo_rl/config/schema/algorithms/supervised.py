@@ -25,15 +25,15 @@ class SupervisedConfig(Section):
     max_num_steps: CountOrAll = 60
     """Training stops after this many steps; -1: never."""
     max_num_epochs: Epochs = 1
-    """Training stops after this many passes over the training data; -1: no limit. With data.train.<i>.weight a pass
-    is as many rows as all data sets have."""
+    """Training stops after this many passes over the training data; -1: no limit. With data.train.<i>.weight one pass
+    has as many rows as all data sets together."""
     max_idle_steps: Count = 5
     """The run ends with an error after this many steps in a row without an update: no sample counts in the loss, or the
     gradients are not finite."""
     seed: Seed = 42
     """Seed of data order and initialisation."""
     val_period: CountOrAll = 10
-    """Validate every this many steps; 0 or -1: only at start or end."""
+    """Steps from one validation to the next; 0 or -1: only at start or end."""
     val_at_start: bool = True
     """Validate before the first step."""
     val_at_end: bool = False
@@ -63,7 +63,7 @@ class PairDynamicBatchingConfig(DynamicBatchingConfig):
 
 
 class PairSequencePackingConfig(SequencePackingConfig):
-    """Several pairs end to end in one row, which holds both answers of each pair."""
+    """Packing of several pairs into one row, which holds both answers of each pair."""
 
     train_mb_tokens: Tokens = derived(_PAIR_TRAIN_TOKENS)
     """Tokens of one packed row of pairs in training."""
@@ -85,14 +85,14 @@ class PairPolicyConfig(SupervisedPolicyConfig):
 
 
 class SupervisedDatasetDefaults(DatasetDefaults):
-    """Values for every entry of data.train and data.validation that does not set them."""
+    """Values of keys that entries of data.train and data.validation do not set."""
 
     idle: ClassVar[dict[str, str]] = {"env_name": "nothing is rewarded here"}
 
     env_name: str | None = None
     """Not used: nothing is rewarded here."""
     processor: str | None = "sft_processor"
-    """Function that turns a row into tokens; for pairs, sft_processor means the usual one of pairs."""
+    """Function that turns a row into tokens; for pairs, sft_processor stands for the usual function for pairs."""
 
 
 class SupervisedDataConfig(DataConfig):
@@ -101,13 +101,13 @@ class SupervisedDataConfig(DataConfig):
     ignored: ClassVar[dict[str, str]] = {"add_system_prompt": DataConfig.ignored["add_system_prompt"]}
 
     default: SupervisedDatasetDefaults = Field(default_factory=SupervisedDatasetDefaults)
-    """Values for entries that leave them out."""
+    """Values of keys that entries leave out."""
     add_bos: bool = True
     """Add the beginning-of-sequence token where the chat template does not."""
     add_eos: bool = True
     """Add the end-of-sequence token where the chat template does not end with one."""
     add_generation_prompt: bool = True
-    """Count the header of an assistant turn as prompt, as in generation; false: it is trained on."""
+    """Count the header of an assistant turn as prompt, as in generation; false: the header is trained on."""
 
 
 class SFTConfig(SupervisedConfig):
@@ -126,7 +126,7 @@ class DPOConfig(SupervisedConfig):
     max_num_steps: CountOrAll = 150
     """Training stops after this many steps; -1: never."""
     val_period: CountOrAll = 25
-    """Validate every this many steps; 0 or -1: only at start or end."""
+    """Steps from one validation to the next; 0 or -1: only at start or end."""
     val_global_batch_size: Count = 8
     """Pairs of one validation batch."""
     reference_policy_kl_penalty: Factor = 0.05
@@ -159,7 +159,7 @@ class RMConfig(SupervisedConfig):
     max_num_steps: CountOrAll = -1
     """Training stops after this many steps; -1: never."""
     val_period: CountOrAll = 16
-    """Validate every this many steps; 0 or -1: only at start or end."""
+    """Steps from one validation to the next; 0 or -1: only at start or end."""
     val_at_start: bool = False
     """Validate before the first step."""
     val_batches: CountOrAll = -1

@@ -15,7 +15,7 @@ _OURS = ("messages", "model", "n", "stream")
 
 def _variable_name(name: str) -> str:
     if not (name.isascii() and name.isidentifier()):
-        # The text is not repeated: it may be the key.
+        # The message does not repeat the text, because the text may be the key itself.
         raise PydanticCustomError(
             "api_key_env", "it is no name of an environment variable. Export the key in a variable and give its name"
         )
@@ -37,16 +37,16 @@ class ModelEndpointConfig(Section):
     max_concurrent_requests: Count = 64
     """Requests at the same time."""
     timeout_s: Seconds = 600.0
-    """Seconds for one request."""
+    """Time limit of one request in seconds."""
     max_attempts: Count = 6
-    """Requests for one answer, if the endpoint cannot be reached, is overloaded or fails; then the sample has an
-    error."""
+    """Most requests for one answer. A request is repeated if the endpoint cannot be reached, is overloaded or fails;
+    after the last one the sample has an error."""
     backoff_s: Seconds = 1.0
     """Seconds before the second request, doubled for each further one unless the endpoint asks for more."""
     max_backoff_s: Seconds = 60.0
     """Longest wait between two requests, unless the endpoint asks for more."""
     extra_body: dict[str, Any] = Field(default_factory=dict)
-    """More fields of each request; they replace those that generation sets, and null leaves one out."""
+    """More fields of each request. They replace fields that generation sets, and a field that is null is left out."""
 
     @model_validator(mode="after")
     def _can_be_asked(self) -> Self:

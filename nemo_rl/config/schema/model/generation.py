@@ -27,7 +27,7 @@ from nemo_rl.config.schema.cluster import EnvVars
 
 
 class SglangServerConfig(Section):
-    """Keys of the library about its servers."""
+    """Keys of this library about SGLang's servers."""
 
     ignored: ClassVar[dict[str, str]] = {
         "num_gpus": "the devices of generation are those of the cluster",
@@ -49,7 +49,7 @@ class SglangServerConfig(Section):
 
 
 class SglangRouterConfig(Section):
-    """A server, or a router before several, that runs already."""
+    """A server that runs already, or a router in front of several servers."""
 
     ignored: ClassVar[dict[str, str]] = {
         "router_policy": "the library distributes requests among the servers that it starts; a router of yours has its "
@@ -60,11 +60,11 @@ class SglangRouterConfig(Section):
     use_external_router: bool = False
     """Use the server or router at sglang_router_ip and sglang_router_port, and start none."""
     sglang_router_ip: Host | None = None
-    """Its name or address."""
+    """Host name or address of the server or router."""
     sglang_router_port: Port | None = None
-    """Its port."""
+    """Port of the server or router."""
     sglang_router_request_timeout_secs: Seconds | None = None
-    """Seconds for one answer; null: 600."""
+    """Time limit of one answer in seconds; null: 600."""
 
 
 class SglangConfig(Section):
@@ -78,7 +78,7 @@ class SglangConfig(Section):
     weight_folder: str | None = None
     """Folder that servers and engines see, for the files of an update; null: the folder of temporary files."""
     sglang_server_config: SglangServerConfig = Field(default_factory=SglangServerConfig)
-    """Keys of the library about its servers."""
+    """Keys of this library about SGLang's servers."""
     sglang_router_config: SglangRouterConfig = Field(default_factory=SglangRouterConfig)
     """A server or router that runs already."""
     server_args: dict[str, Any] = Field(default_factory=dict)
@@ -138,8 +138,9 @@ class WeightSyncConfig(Section):
 
     recompute_kv_cache: bool = True
     """With overlap.in_flight_weight_updates, compute the keys and values of running answers again with the new weights.
-    false: they continue with those of older weights, which costs no time, and their log-probabilities are those of
-    this mixture; answers that begin later never read them; vllm only."""
+    false: running answers continue with keys and values of older weights, which costs no time, and their
+    log-probabilities are those of this mixture; answers that begin later never read these keys and values. vllm
+    only."""
 
     max_mult_prob_error: Annotated[float, Field(ge=1, le=1e9)] | None = 1.05
     """Largest mean ratio of probabilities between trainer and engine (token_mult_prob_error) in the first batch of a
@@ -189,8 +190,8 @@ class ServingChatConfig(Section):
     reasoning_parser: str | None = None
     """As env.agent.reasoning_parser."""
     default_chat_template_kwargs: dict[str, Any] | None = None
-    """Variables of the chat template for requests of agents; a request's own replace them. null: none besides those of
-    policy.tokenizer.chat_template_kwargs."""
+    """Variables of the chat template for requests of agents; variables of a request override them. null: none besides
+    those of policy.tokenizer.chat_template_kwargs."""
 
 
 class VllmConfig(Section):
@@ -265,7 +266,7 @@ class VllmConfig(Section):
 
 
 class McoreGenerationConfig(Section):
-    """NeMo RL's section for Megatron Core's engine, with one effective key, as all other keys are in `engine`."""
+    """NeMo RL's section for Megatron Core's engine. Only max_model_len has an effect, as other keys are in `engine`."""
 
     later: ClassVar[dict[str, str]] = {
         "expose_http_server": "an HTTP server on the engines",
@@ -346,9 +347,9 @@ class GenerationConfig(Section):
     colocated: ColocatedConfig = Field(default_factory=ColocatedConfig)
     """Sharing of devices with the policy."""
     num_engines_file: str | None = None
-    """File with the number of engines that shall run, from 1 to those that the run has room for. It is read before each
-    transfer of weights: engines leave when they have answered their requests, and join with the current weights. null,
-    or no such file: all engines."""
+    """File with the number of engines that shall run, from 1 to the number that the run has room for. It is read before
+    each transfer of weights: engines leave when they have answered their requests, and join with the current weights.
+    null, or no such file: all engines."""
     weight_sync: WeightSyncConfig = Field(default_factory=WeightSyncConfig)
     """Transfer of weights to the engines."""
     engine: EngineConfig = Field(default_factory=EngineConfig)
@@ -358,7 +359,7 @@ class GenerationConfig(Section):
     vllm_kwargs: Annotated[dict[str, Any], _VLLM] = Field(default_factory=dict)
     """More arguments for vLLM's engine, passed on unchecked, except for speculative_config, which is checked."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of an engine named by its dotted path; it gets them as EngineSettings.engine_kwargs."""
+    """Arguments of an engine named by its dotted path, which gets them as EngineSettings.engine_kwargs."""
     sglang_cfg: Annotated[SglangConfig, OnlyWith("backend", ("sglang",))] = Field(default_factory=SglangConfig)
     """Keys that only SGLang reads."""
     mcore_generation_config: Annotated[McoreGenerationConfig, _MEGATRON] = Field(default_factory=McoreGenerationConfig)

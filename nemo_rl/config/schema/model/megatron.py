@@ -45,7 +45,7 @@ class MegatronOptimizerConfig(Section):
     min_lr: LearningRateOrZero = 5.0e-7
     """Learning rate at the end of a decay."""
     weight_decay: FactorOrZero = 0.01
-    """Default of scheduler.start_weight_decay and end_weight_decay; only those are used."""
+    """Default of scheduler.start_weight_decay and end_weight_decay; only these two keys are used."""
     adam_beta1: Annotated[float, OnlyWith("optimizer", ("adam",))] = Field(default=0.9, ge=0.0, lt=1.0)
     """Decay of Adam's mean of gradients."""
     adam_beta2: Annotated[float, OnlyWith("optimizer", ("adam",))] = Field(default=0.999, ge=0.0, lt=1.0)
@@ -57,13 +57,13 @@ class MegatronOptimizerConfig(Section):
     use_distributed_optimizer: bool = True
     """Divide float32 weights and moments among data-parallel ranks (ZeRO-1)."""
     use_precision_aware_optimizer: bool = True
-    """Use Transformer Engine's Adam, which holds its own state; without it torch's Adam."""
+    """Use Transformer Engine's Adam, which holds its own state; without Transformer Engine torch's Adam is used."""
     optimizer_cpu_offload: bool = False
     """On GPUs: hold the optimizer state in host memory and update it there."""
     optimizer_offload_fraction: Annotated[float, OnlyWith("optimizer_cpu_offload")] = Field(default=0.0, ge=0.0, le=1.0)
     """Share of the optimizer state that optimizer_cpu_offload moves."""
     overlap_cpu_optimizer_d2h_h2d: Annotated[bool, OnlyWith("optimizer_cpu_offload")] = False
-    """With optimizer_cpu_offload: copy during the update."""
+    """With optimizer_cpu_offload: copy between GPU and host during the update."""
     clip_grad: FactorOrZero | None = derived("${...max_grad_norm}")
     """Norm to which the whole gradient is clipped; 0 or null: no clipping."""
 
@@ -248,7 +248,7 @@ class MegatronConfig(BackendSection):
 
     @property
     def trains_mtp(self) -> bool:
-        """True if these layers have a loss."""
+        """True if the layers for multi-token prediction have a loss."""
         return self.mtp_num_layers > 0 and self.mtp_loss_scaling_factor > 0
 
     enabled: bool = False
@@ -271,7 +271,7 @@ class MegatronConfig(BackendSection):
     expert_model_parallel_size: Count = 1
     """Ranks that share the experts of a layer; they come from the data, context and tensor axes."""
     expert_tensor_parallel_size: Count = 1
-    """Ranks that share each single expert; they come from the same axes."""
+    """Ranks that share each single expert; they come from the data, context and tensor axes too."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     recompute_granularity: Literal["full", "selective"] = "full"
@@ -288,11 +288,11 @@ class MegatronConfig(BackendSection):
     """Loss that spreads tokens evenly over experts, if any: computed over the tokens of a microbatch, of each sequence,
     or of all ranks."""
     moe_aux_loss_coeff: FactorOrZero | None = None
-    """Factor of that loss; null: router_aux_loss_coef of the model's configuration, or 0."""
+    """Factor of the loss that spreads tokens; null: router_aux_loss_coef of the model's configuration, or 0."""
     moe_router_enable_expert_bias: bool | None = None
     """Add a bias per expert in the choice of experts; null: as in the model."""
     moe_router_bias_update_rate: FactorOrZero = 0.0
-    """Change of that bias per update, in favour of experts with few tokens."""
+    """Change of the bias of an expert per update, in favour of experts with few tokens."""
     moe_router_num_groups: Count | None = None
     """Number of groups that the experts are divided into; null: as in the model."""
     moe_router_group_topk: Count | None = None
@@ -305,11 +305,12 @@ class MegatronConfig(BackendSection):
     """Layers for multi-token prediction that are part of the model: loaded, written to checkpoints and sent to engines
     (DeepSeek-V3)."""
     mtp_loss_scaling_factor: Annotated[FactorOrZero, OnlyWith("mtp_num_layers")] = 0.0
-    """Factor of their loss, the cross-entropy with the trained tokens; 0: they keep their weights."""
+    """Factor of the loss of these layers, the cross-entropy with the trained tokens; 0: their weights do not change."""
     mtp_use_repeated_layer: bool = False
     """Apply the first of these layers mtp_num_layers times, instead of as many layers."""
     mtp_detach_heads: bool = False
-    """Their loss changes only these layers, and they are clipped on their own."""
+    """The loss of the layers for multi-token prediction changes only these layers, whose gradients are clipped
+    separately."""
     moe_per_layer_logging: bool = False
     """Also report the load of experts of each layer, as moe/layer_<n>/load_max and so on."""
     moe_grouped_gemm: bool | None = None

@@ -20,7 +20,8 @@ class BackendSection(Section):
     """Base of the sections of training backends: sizes of parallel axes, each under the backend's own key."""
 
     size_keys: ClassVar[Mapping[str, str]] = {}
-    """Axis (`parallel_layout.AXES`, `ep`, `etp`, `virtual`) -> key of its size; an axis without one has size 1."""
+    """Key of the size of each axis (`parallel_layout.AXES`, `ep`, `etp`, `virtual`); an axis without a key has size
+    1."""
 
     def size(self, axis: str) -> int:
         """Return the configured size of an axis."""
@@ -39,7 +40,7 @@ class AdapterConfig(Section):
     dim: Count = 8
     """Rank of the adapters."""
     alpha: Count = 32
-    """Scale of the adapters: their product is times alpha / dim."""
+    """Scale of the adapters: their output is multiplied by alpha / dim."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Dropout probability in the adapters."""
     dropout_position: Literal["pre", "post"] = "post"
@@ -135,7 +136,7 @@ _OF_AN_AXIS = {
     "context_parallel_method": ("context_parallel_size", "all_gather"),
     "virtual_pipeline_size": ("pipeline_parallel_size", 1),
 }
-"""Options of a parallel axis: the key of its size, and the option's default."""
+"""Options that belong to a parallel axis, each with the key of the axis's size and with the option's default."""
 
 
 _SIZE_KEYS = {
@@ -279,7 +280,7 @@ _ANOTHER_NAME = {"modified_ffd": "modified_first_fit_decreasing"}
 
 
 class SequencePackingConfig(Section):
-    """Several sequences end to end in one row, without attention across their boundaries."""
+    """Packing of several sequences into one row, without attention across their boundaries."""
 
     ignored: ClassVar[dict[str, str]] = {"fuse_loss": "the loss of a packed row is always one call"}
 
@@ -307,12 +308,12 @@ class SequencePackingConfig(Section):
     session with branches. Scores and gradients are the same up to rounding. Only with the DTensor backend, without
     context and pipeline parallelism, for models in which only attention connects tokens and experts are not trained."""
     max_keys_per_token: Annotated[int, OnlyWith("share_prompts")] = Field(default=4, ge=2, le=10**6)
-    """With share_prompts: most keys and values of attention in a packed row, as a multiple of its token budget. Those
-    of shared tokens are repeated before each of their sequences and kept for the backward pass; above this limit
-    another row is started. Predictions of memory count them."""
+    """With share_prompts: most keys and values of attention in a packed row, as a multiple of its token budget. Keys
+    and values of shared tokens are repeated before each of their sequences and kept for the backward pass; above this
+    limit another row is started. Predictions of memory count them."""
     sequence_length_round: Tokens | None = None
-    """Packed rows are padded to a multiple of this many tokens, so that kernels see fewer lengths; null: to one of
-    make_sequence_length_divisible_by only."""
+    """Packed rows are padded to a multiple of this many tokens, so that kernels see fewer lengths; null: only to a
+    multiple of make_sequence_length_divisible_by."""
     microbatch_order: Literal["packer", "largest_first"] | None = "largest_first"
     """Order in which a rank computes its packed rows: largest first, so that peak memory is reached early, or as the
     algorithm packed them; null: largest_first."""

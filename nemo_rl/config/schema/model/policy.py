@@ -75,7 +75,7 @@ class RewardModelConfig(Section):
 
 
 class OwnDevicesConfig(Section):
-    """The devices of a model that shares with no other model."""
+    """The devices of a model that shares devices with no other model."""
 
     gpus_per_node: Workers | None = None
     """GPUs of each of the model's machines; needed when not colocated on GPUs."""
@@ -89,9 +89,9 @@ class PlacementConfig(Section):
     """Devices of a model: its own, or another model's."""
 
     enabled: bool = True
-    """The two models take turns on the same devices."""
+    """Whether the two models take turns on the same devices."""
     with_model: str = "policy"
-    """Name of the model whose devices it shares."""
+    """Name of the model whose devices are shared."""
     resources: OwnDevicesConfig = Field(default_factory=OwnDevicesConfig)
     """Devices of a model that does not share."""
 
@@ -119,7 +119,7 @@ class DraftConfig(Section):
     model_name: str | None = None
     """Hub id or folder of an EAGLE-3 head to start from; null: new weights."""
     loss_weight: Factor = 0.1
-    """Factor of its loss. Its gradient is separate from the policy's."""
+    """Factor of the draft model's loss, whose gradient is separate from that of the policy."""
     num_layers: Count | None = None
     """Decoder layers of a new draft model; null: 1."""
     aux_layer_indices: list[CountOrZero] | None = None
@@ -131,7 +131,7 @@ class PolicyConfig(Section):
     """The model that is trained."""
 
     trains: ClassVar[bool] = True
-    """Whether the model has an optimizer and is saved in checkpoints; a frozen model only answers."""
+    """Whether the model has an optimizer and is saved in checkpoints; a frozen model is only used for inference."""
 
     renamed: ClassVar[dict[str, str]] = {"automodel_cfg": "dtensor_cfg"}
     later: ClassVar[dict[str, str]] = {
@@ -224,7 +224,7 @@ class PolicyConfig(Section):
 
     @property
     def sampling(self) -> GenerationConfig:
-        """The section `generation` of a policy that samples, which the checks of such runs require."""
+        """The section `generation` of a run that samples, in which the checks require this section."""
         assert self.generation is not None, "the policy does not sample"
         return self.generation
 
@@ -240,7 +240,7 @@ class PolicyConfig(Section):
 
     @property
     def backend_key(self) -> str:
-        """Name of that section."""
+        """Name of the section of the training backend."""
         own = "training_backend" if self.training_backend else None
         return own or ("megatron_cfg" if self.megatron_cfg.enabled else "dtensor_cfg")
 
