@@ -332,9 +332,7 @@ class EnvironmentClient:
                 waiting.future.set_result(result)
 
     async def _together(self, method: str, batch: Sequence[_Call]) -> list[Any]:
-        """Make calls in one Ray call and repeat it after a death of the actor. If that fails, make the calls one by
-        one.
-        """
+        """Make calls in one Ray call, which is repeated if the actor dies, and one by one if that fails too."""
         for _ in range(_DEATHS_BEFORE_SPLIT):
             try:
                 return await self._answers(method, batch)

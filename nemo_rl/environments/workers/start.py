@@ -77,9 +77,7 @@ class EnvironmentPool:
         return self._workers[0].client.reads_collections
 
     async def open_episode(self, metadata: Any, seed: int | None = None) -> EpisodeStart[Any]:
-        """Choose an actor for the episode, wait until another episode is closed if too many are open, and open the
-        episode.
-        """
+        """Choose an actor for the episode and open the episode there, after waiting if too many episodes are open."""
         return await (await self._take_place()).open_episode(metadata, seed)
 
     async def step(self, message_log: "LLMMessageLogType", metadata: Any) -> StepResult:

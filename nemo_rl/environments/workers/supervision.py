@@ -63,9 +63,7 @@ class SupervisedActor:
         self.failure: WorkerDiedError | None = None
         """Error that every further call raises, or None as long as calls are possible."""
         self.last_excess: str | None = None
-        """Memory that the last actor used which had to end because it used too much, or None if there was no such
-        actor.
-        """
+        """Memory that the last actor used which ended because it used too much, or None if there was none."""
         self._name = f"{kind} {name!r}"
         self._start = start
         self._start_timeout_s = start_timeout_s
@@ -110,8 +108,8 @@ class SupervisedActor:
         self._restarts_in_a_row = 0
 
     def note_blamed(self) -> None:
-        """Note that a sample, which is not sent again, caused the last death. This death does not count as one in a
-        row.
+        """Note that one sample, which is not sent again, caused the last death. This death does not count against the
+        limit.
         """
         self._restarts_in_a_row = max(self._restarts_in_a_row - 1, 0)
 
