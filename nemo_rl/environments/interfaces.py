@@ -26,8 +26,7 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):  # noqa: UP046  (Metada
     observations: list[dict[str, Any]]
     """B messages with `role` and `content`, a text or a list of text parts. The conversation continues through the chat
     template, where the role "environment" is rendered as "user" and other roles ("tool") are unchanged. An observation
-    of several messages also has a list `messages`, which is rendered in place of `role` and `content`.
-    """
+    of several messages also has a list `messages`, which is rendered in place of `role` and `content`."""
     metadata: list[MetadataT]
     """B items, each passed to the next `step` of the same sample. An item that is None is passed on as None."""
     next_stop_strings: list[list[str] | None] | list[None]
@@ -41,12 +40,10 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):  # noqa: UP046  (Metada
     """B extracted answers, each None if none was found, or None in place of the list if no answers are extracted."""
     errors: list[str | None] | None = None
     """B reasons why the sample's reward could not be computed, each None if it was computed, or None if all were. The
-    reward of a sample with a reason is ignored, and the sample does not train the model.
-    """
+    reward of a sample with a reason is ignored, and the sample does not train the model."""
     invalid_tool_calls: list[bool] | None = None
     """B values: True if the last turn has a tool call that cannot be made (see `grpo.invalid_tool_call_advantage`).
-    None if no turn has such a call.
-    """
+    None if no turn has such a call."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +54,7 @@ class EpisodeStart(Generic[MetadataT]):  # noqa: UP046
     """Metadata for the first `step`, which replaces the prompt's `extra_env_info`."""
     observation: dict[str, Any] | None = None
     """Message with `role` and `content` that is added to the prompt, or several messages in `messages` as in
-    `EnvironmentReturn.observations`. None adds no message.
-    """
+    `EnvironmentReturn.observations`. None adds no message."""
     error: str | None = None
     """Reason why the episode could not be opened, or None. A sample with a reason is not played and does not train."""
     aborted: bool = False
@@ -77,50 +73,41 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
 
     max_concurrent_steps: ClassVar[int] = 1
     """Number of calls of `step` that may run at the same time. With 1, calls run one after another on the main thread
-    of their process. With more, `step` must be thread-safe. If `step` is a coroutine function, 1 stands for 1000.
-    """
+    of their process. With more, `step` must be thread-safe. If `step` is a coroutine function, 1 stands for 1000."""
     steps_samples_alone: ClassVar[bool | None] = None
     """Whether each sample gets its own call of `step` (B is 1), so that a slow sample delays no other. At most
     `max_concurrent_steps` of these calls run at the same time. If False, samples whose turns end at the same moment
     share one call, and get their results when the slowest of them is finished. None stands for True if `step` is a
-    coroutine function, and otherwise for False.
-    """
+    coroutine function, and otherwise for False."""
     gives_answers: ClassVar[bool] = False
     """Whether `step` has the keyword argument `return_extracted_answer`."""
     reads_token_ids: ClassVar[bool] = False
     """Whether the messages that `step` gets also have their `token_ids`, [t] int64. If False, messages have only `role`
-    and `content`, a text without special tokens.
-    """
+    and `content`, a text without special tokens."""
     config_class: ClassVar[type | None] = None
     """Dataclass or pydantic model that the environment's section has to fit, which is checked before Ray starts. None
-    checks nothing. The constructor gets the section as a dict in both cases.
-    """
+    checks nothing. The constructor gets the section as a dict in both cases."""
     post_processes_groups: ClassVar[bool] = False
     """Whether `global_post_process_and_metrics` is called for the samples of each prompt as soon as they are finished.
-    If False, it is called once for all samples of a collection.
-    """
+    If False, it is called once for all samples of a collection."""
     reads_chat: ClassVar[bool] = False
     """Whether conversations begin with the prompt's messages as they are in the data, for environments that render the
     messages again (a judge has its own chat template). If False, or if the data has no messages (`DatumSpec.chat`), the
-    prompt is one message with the rendered text.
-    """
+    prompt is one message with the rendered text."""
     continues_episodes: ClassVar[bool | None] = None
     """Whether an episode can continue in another process, from its messages and `metadata` alone. A run that resumes
     from a checkpoint then continues its unfinished samples. If False, these samples start again from their prompts.
-    None stands for True, unless the class overrides `close_episode`, which releases what a process holds.
-    """
+    None stands for True, unless the class overrides `close_episode`, which releases what a process holds."""
     pooled: ClassVar[bool] = False
     """Whether the environment may run in several actors, as many as the key `num_workers` of its section says (default
     1); all calls for an episode go to the same actor. If False, it has one actor, and `num_workers` has no meaning for
-    the library.
-    """
+    the library."""
     calls_own_code: ClassVar[bool] = False
     """Whether a class of the library calls functions of the user, which are tried out before engines start."""
     runs_agents: ClassVar[bool] = False
     """Whether `step` runs a program that samples from the policy itself, through an endpoint of the run. Each sample is
     then one call of `step` without a response before it, and its metadata (a dict) also has `agent` with the endpoint's
-    address and a key. See `nemo_rl.agents.programs`.
-    """
+    address and a key. See `nemo_rl.agents.programs`."""
 
     @classmethod
     def check_section(  # noqa: B027  (optional hook)

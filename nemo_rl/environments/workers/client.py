@@ -50,8 +50,7 @@ logger = logging.getLogger(__name__)
 _DEATHS_BEFORE_SPLIT = 2
 _LATER_S = 10.0
 """Time in seconds that the driver waits longer than the actor's own deadline. A coroutine that blocks can keep the
-actor from observing that deadline.
-"""
+actor from observing that deadline."""
 
 
 @dataclass(frozen=True)

@@ -108,9 +108,7 @@ class SupervisedActor:
         self._restarts_in_a_row = 0
 
     def note_blamed(self) -> None:
-        """Note that one sample, which is not sent again, caused the last death. This death does not count against the
-        limit.
-        """
+        """Note that a sample, which is not sent again, caused the last death, so that this death is not counted."""
         self._restarts_in_a_row = max(self._restarts_in_a_row - 1, 0)
 
     async def cause_of_death(self, incarnation: Incarnation, error: RayError) -> str:

@@ -55,8 +55,7 @@ class ReasoningGymEnvironment(EnvironmentInterface[dict[str, Any]]):
         metadata: list[dict[str, Any]],
         return_extracted_answer: bool = False,
     ) -> EnvironmentReturn[dict[str, Any]]:
-        """Score the text in the last `<answer>...</answer>` of each of B responses. The score is 0 without an answer.
-        """
+        """Score the text in the last `<answer>...</answer>` of each of B responses. Responses without one get 0."""
         answers = [self._answer(log) for log in message_log_batch]
         scores = [self._score(answer, item["seed"]) for answer, item in zip(answers, metadata, strict=True)]
         return EnvironmentReturn(

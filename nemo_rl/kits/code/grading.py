@@ -32,8 +32,7 @@ class CallTests:
 
     tests: tuple[str, ...]
     """Source code of tests: `assert` statements, functions `test...`, classes of `unittest`. Each assert statement is a
-    check, and so is a test without an assert statement. An exception outside of an assert is a failed check.
-    """
+    check, and so is a test without an assert statement. An exception outside of an assert is a failed check."""
     setup: str = ""
     """Source code that runs before the tests, such as imports and helper functions. A solution cannot change it."""
     names: tuple[str, ...] = ()
@@ -208,8 +207,7 @@ def _program(modules: tuple[str, ...], files: dict[str, bytes], *descriptors: _D
 
 
 def _counted(counts: bytes) -> tuple[int, int]:
-    """Return the numbers of passed and of all checks. At least one check failed if the tests did not reach their end.
-    """
+    """Return the numbers of passed and of all checks. At least one check failed if the tests did not end properly."""
     if len(counts) < _COUNTS.size:
         return 0, 1
     passed, failed, num_known, finished = _COUNTS.unpack(counts)

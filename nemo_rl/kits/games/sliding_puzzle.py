@@ -246,8 +246,7 @@ class SlidingPuzzleGame(TextGame):
         return {"moves_over_optimum": fmean(extra)} if extra else {}
 
     def _generate(self, seed: int, split: str) -> dict[str, Any]:
-        """Generate a board of a split. Its number of moves is drawn first, so that both splits are equally difficult.
-        """
+        """Generate a board of a split. Its number of moves is drawn first, so that both splits are equally hard."""
         rng, solved = random.Random(derive_seed(seed, "board")), _solved(self._board.size)
         numbers = _numbers_of_moves(self._board)
         for number, _ in product(rng.sample(numbers, len(numbers)), range(_MAX_TRIES)):

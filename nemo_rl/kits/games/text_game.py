@@ -74,8 +74,7 @@ class TextGame(ABC):
 
     results: ClassVar[Sequence[str]] = ("solved", "failed")
     """Ways in which a game can end, which are also names of metrics. The last one is the result of a player whose moves
-    are used up, and who gets `out_of_moves_reward`.
-    """
+    are used up, and who gets `out_of_moves_reward`."""
     out_of_moves_reward: ClassVar[float] = 0.0
     """Reward for the move with which the player's moves are used up."""
 

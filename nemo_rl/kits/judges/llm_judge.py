@@ -82,9 +82,7 @@ class LLMJudgeEnvironment(EnvironmentInterface[Any]):
         )
 
     async def _judge(self, conversation: "list[Message]", metadata: Any) -> tuple[float, str | None]:
-        """Return the reward and None, or 0 and the reason for it. With both orders of two answers, the reward is the
-        mean.
-        """
+        """Return the reward (the mean over both orders of two answers) and None, or 0 and the reason for it."""
         try:
             prompts = self._prompts.of(conversation, metadata)
             quotable = quotable_texts(conversation, metadata)

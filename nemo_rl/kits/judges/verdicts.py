@@ -164,9 +164,7 @@ def tag_of(values: Mapping[str, Any]) -> str:
 
 
 def _tags(template: str) -> re.Pattern[str] | None:
-    """Return a pattern that matches the tags of a template, and whose group is the text after `<`, or None without
-    tags.
-    """
+    """Return a pattern for the tags of a template, whose group is the text after `<`, or None if it has no tags."""
     names = sorted(set(re.findall(r"</([A-Za-z][\w.-]*)[\s{>]", template)))
     if not names:
         return None

@@ -32,9 +32,7 @@ class Grader:
         self.concurrency = step_concurrency(env_class)
 
     def step(self, message_log: "LLMMessageLogType", metadata: Any) -> Any:
-        """Grade one conversation. If `step` of the grader is a coroutine function, return its coroutine without
-        awaiting it.
-        """
+        """Grade one conversation. If `step` is a coroutine function, return the coroutine without awaiting it."""
         texts = [{"role": turn["role"], "content": turn["content"]} for turn in message_log]
         options = {"return_extracted_answer": True} if self._environment.gives_answers else {}
         return self._environment.step([texts], [metadata], **options)

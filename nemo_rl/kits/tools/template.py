@@ -147,9 +147,7 @@ def looks_like_a_call(text: str, opening: str, names: Mapping[str, Any]) -> bool
 
 
 def _opening(before_name: str) -> str:
-    """Return the text with which a call begins: the first tag before the tool's name or, without a tag, all text before
-    it.
-    """
+    """Return the beginning of a call: the first tag before the tool name or, without a tag, all text before it."""
     stripped = before_name.lstrip()
     if stripped.startswith("<") and ">" in stripped:
         tags = [part + ">" for part in stripped.split(">")[:-1]]

@@ -354,8 +354,7 @@ class Peer:
         return lineage
 
     def _error_class(self, lineage: list[list[Any]]) -> type[BaseException]:
-        """Return the class that stands for an exception class of the other program. Python's own classes stay the same.
-        """
+        """Return the class that stands for an exception class of the other program. Python's own classes are kept."""
         name, number = lineage[0]
         if number is None:
             kind = getattr(builtins, name)
