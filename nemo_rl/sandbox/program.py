@@ -65,8 +65,7 @@ class Limits:
     wall_time_s: float = 10.0
     """Time in seconds from the start of the program."""
     cpu_time_s: float = 10.0
-    """Processor time in seconds of all processes of the run together. The kernel also ends each process that has used
-    that much alone."""
+    """Processor seconds of all processes together. The kernel also ends each process that alone used that much."""
     memory_mb: int = 512
     """Address space of each process, and resident memory of all processes together, in MiB."""
     processes: int = 16
@@ -82,9 +81,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Program:
-    """Source code or a command to run, and what the program may access. Fields that may be secret are not in the
-    `repr`.
-    """
+    """Source code or a command to run, and what it may access. Fields that may be secret are not in the `repr`."""
 
     source: str = ""
     """Text of the program."""
@@ -115,9 +112,7 @@ class Program:
 
     @property
     def port_inside(self) -> int | None:
-        """The port of 127.0.0.1 at which the program reaches its server, or None without a server. See `port_inside`
-        below.
-        """
+        """The port of 127.0.0.1 at which the program reaches its server (see `port_inside`), or None without one."""
         return None if self.address is None else port_inside(self.address[1])
 
 

@@ -309,7 +309,8 @@ class Supervision:
         return End.OUTPUT if self._out.overflowed or self._err.overflowed else None
 
     def _end_all(self) -> tuple[int, float]:
-        """Kill all remaining processes, wait for them, read the rest of the pipes, and return exit code and CPU time.
+        """Kill all remaining processes, wait for them, read the rest of the pipes, and return exit code and CPU
+        seconds.
         """
         try:
             self._read_left()

@@ -14,8 +14,7 @@ from kernel import PR_CAP_AMBIENT, PR_SET_KEEPCAPS, PR_SET_NO_NEW_PRIVS, PR_SET_
 _SIGKILL = 9
 _CAPABILITIES_VERSION = 0x20080522
 _FIRST_USER = 0x40000000
-"""First of the numbers that no machine uses for users with files or processes. A number that makes the user unique is
-added."""
+"""Numbers from here on belong to no user with files or processes on any machine. A unique number is added."""
 _NOBODY = 65534
 _READ_SEARCH = 2
 """Number of the capability to read files and enter folders of other users."""
