@@ -62,9 +62,7 @@ class VerifiersEnvironment(EnvironmentInterface[dict[str, Any]]):
 
     @classmethod
     def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
-        """See `EnvironmentInterface.check_section`. It loads the environment if data is read, because that contains the
-        rows.
-        """
+        """See `EnvironmentInterface.check_section`. It loads the environment, which has the rows, if data is read."""
         if tokenizer is not None:
             _loaded(VerifiersConfig.build(**section))
 
@@ -154,9 +152,7 @@ class _Episode:
         return self._added(asking.result())
 
     def _added(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-        """Return the messages that a request adds to the conversation so far. The request must begin with this
-        conversation.
-        """
+        """Return the messages that a request adds to the conversation so far, with which the request must begin."""
         before = len(self._conversation)
         added = messages[before:]
         if messages[:before] != self._conversation or not added:

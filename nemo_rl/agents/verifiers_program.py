@@ -24,8 +24,7 @@ from nemo_rl.utils.errors import ConfigError
 
 _EPISODES = 64
 _KEY_VARIABLE = "NEMO_RL_SAMPLE_{}_API_KEY"
-"""Name of the environment variable with a sample's key. The package hides variables with API_KEY from processes it
-starts."""
+"""Name of the variable with a sample's key. The package hides variables with API_KEY from processes it starts."""
 _SCORED_TIMEOUT = "agent_timeout"
 """The only deadline of the package after which an episode is still scored."""
 _PLACE = "env.agent.kwargs"
@@ -205,9 +204,7 @@ def _plain(block: Any) -> Any:
 
 
 def _refuse_retries(package: Any, config: Any, place: str) -> None:
-    """Raise a `ConfigError` if the package would repeat episodes, because the calls of all repetitions would share one
-    reward.
-    """
+    """Raise a `ConfigError` if the package would repeat episodes, whose calls would then share one reward."""
     agents = {name: value for name, value in config if isinstance(value, package.AgentConfig)}
     for name, section in {"": config, **agents}.items():
         if section.retries.max_retries or any(rule.max_retries for rule in section.retries.rules):

@@ -309,9 +309,7 @@ class Supervision:
         return End.OUTPUT if self._out.overflowed or self._err.overflowed else None
 
     def _end_all(self) -> tuple[int, float]:
-        """Kill all remaining processes, wait for them, read the rest of the pipes, and return exit code and CPU
-        seconds.
-        """
+        """Kill and await all remaining processes, read the rest of the pipes, and return exit code and CPU seconds."""
         try:
             self._read_left()
             with contextlib.suppress(OSError):  # without a pidfd, the first process ends with its parent

@@ -171,9 +171,7 @@ def _choice(body: Body, index: int, answer: CallAnswer) -> Mapping[str, Any]:
 
 
 def _chunk_choices(body: Body, index: int, answer: CallAnswer) -> Iterator[Mapping[str, Any]]:
-    """Return the choices of an answer's chunks. The second one has the log probabilities and tokens of the whole
-    answer.
-    """
+    """Yield the choices of an answer's chunks, of which the second has the log probabilities and tokens of them all."""
     deltas = [*_deltas(answer), {}]
     for position, delta in enumerate(deltas):
         is_last = position == len(deltas) - 1

@@ -97,9 +97,7 @@ class CallTree:
     """Calls that are plain completions, with the text of prompt and answer."""
 
     def find(self, request: CallRequest) -> History:
-        """Find the call that a request continues, which is the one that already contains most of the request's
-        messages.
-        """
+        """Find the call that a request continues, which is the one that contains most of the request's messages."""
         digests = list(_digests(request))
         for known in range(len(request.messages) - 1, 0, -1):
             call = self._call_at(digests[known], request.messages[known - 1])
@@ -114,9 +112,7 @@ class CallTree:
         return call if call is not None and call.is_cut else None
 
     def _call_at(self, digest: Digest, message: Message) -> Call | None:
-        """Return the call with a history and an answer. Prefer calls with the same reasoning, and among them the
-        newest.
-        """
+        """Return the call with a history and an answer, preferring the same reasoning, and then the newest call."""
         same = self._by_history.get(digest, [])
         if message["role"] != "assistant" or not same:
             return None

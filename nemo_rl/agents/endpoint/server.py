@@ -77,9 +77,7 @@ def key_in(body: Mapping[str, Any]) -> str:
 
 
 def _extra_body(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `metadata.extra_body`. Return none if it is no object, because programs may use metadata
-    freely.
-    """
+    """Return the fields of `metadata.extra_body`, or none if it is no object, as programs may use metadata freely."""
     metadata = body.get("metadata")
     text = metadata.get("extra_body") if isinstance(metadata, dict) else None
     if not isinstance(text, str):
@@ -258,9 +256,7 @@ class AgentEndpoint:
         return JSONResponse({"object": "list", "data": [_described(MODEL)]} | page)
 
     async def _model(self, request: Request) -> Response:
-        """Return the description of the model under the requested name. Calls with any name are answered by the same
-        model.
-        """
+        """Return the description of the model under the requested name, because calls may use any name."""
         self._known(request)
         return JSONResponse(_described(request.path_params["name"]))
 
@@ -287,9 +283,7 @@ class AgentEndpoint:
         return self._recognised(request, client)
 
     def _recognised(self, request: Request, client: _Client) -> _Client:
-        """Note to which session the connection of a request belongs. Raise an error if the session has too many
-        connections.
-        """
+        """Note the session of a request's connection, and raise an error if the session has too many connections."""
         most = max(MOST_OF_ONE, 2 * self._config.max_concurrent_calls)
         if not self._guard.recognise(request.scope, client, most):
             client.session.counts["refused"] += 1
@@ -375,9 +369,7 @@ def _read(dialect: Dialect, body: dict[str, Any], session: AgentSession) -> tupl
 
 
 def _line(event: Event) -> bytes:
-    """Return the lines of an event. They have only ASCII characters, because some clients break lines at other
-    characters.
-    """
+    """Return the lines of an event in ASCII, because some clients break lines at other characters too."""
     data = event.data if isinstance(event.data, str) else json.dumps(event.data)
     return (f"event: {event.name}\n" if event.name else "").encode() + f"data: {data}\n\n".encode()
 

@@ -469,9 +469,7 @@ def _identity(prompt: Prompt, request: CallRequest) -> str:
 
 
 def call_id_of(response_id: str) -> str:
-    """Return the id of a call, given the id of its response. Each dialect puts a prefix of its own before the call's
-    id.
-    """
+    """Return the id of a call from the id of its response, which each dialect begins with its own prefix."""
     return response_id[-ID_LENGTH:]
 
 

@@ -23,8 +23,7 @@ _ADVICE = "Give the dotted path of a function of an AgentTask, or of a class who
 
 
 class CallableProgram(AgentProgram):
-    """A function that is called for each task. A coroutine function runs on the event loop, and any other function on a
-    thread.
+    """A function that is called for each task, on the event loop if it is a coroutine function, or else on a thread.
 
     Args:
         path: dotted path of the function, or of a class whose objects are callable.

@@ -145,9 +145,7 @@ class CommandProgram(AgentProgram):
 
 
 async def _ended(process: asyncio.subprocess.Process, reads: Sequence[asyncio.Task[str]], folder: str) -> None:
-    """Let the guard end all processes of the program. If the guard does not do so, end the processes and the guard
-    here.
-    """
+    """Let the guard end all processes of the program. If it does not, end the processes and the guard here."""
     assert process.stdin and process.stdout and process.stderr
     process.stdin.close()
     for read in reads:  # a pipe has one reader at a time

@@ -110,9 +110,7 @@ class AnswerGrader:
         self._threads.shutdown(wait=False)
 
     async def _called(self, call: Callable[[], Any]) -> Any:
-        """Make a call on one of the grader's threads. If it returns a coroutine, await the coroutine on this event
-        loop.
-        """
+        """Make a call on one of the grader's threads, and await the result on this event loop if it is a coroutine."""
         outcome = await asyncio.get_running_loop().run_in_executor(self._threads, call)
         return await outcome if inspect.iscoroutine(outcome) else outcome
 
@@ -120,8 +118,7 @@ class AnswerGrader:
 _MAX_ERROR_CHARS = 2000
 
 PLAYED = "played"
-"""Key that a step adds to the metadata. Its value has the seconds and metrics of the program, and the grader's
-metadata."""
+"""Key that a step adds to the metadata, for the program's seconds and metrics and the grader's metadata."""
 
 
 class ProgramEnvironment(EnvironmentInterface[dict[str, Any]]):

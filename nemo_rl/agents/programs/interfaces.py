@@ -172,9 +172,7 @@ class AgentTask:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     def without_key(self, text: str) -> str:
-        """Return a text with `***` in place of the key. Replacing the key before a text is cut leaves no part of the
-        key.
-        """
+        """Return a text with `***` in place of the key. Texts are cut only afterwards, so no part of the key stays."""
         for key in (self.api_key, self.api_key.partition(START_SIGN)[0]):
             text = text.replace(key, "***") if key else text
         return text
