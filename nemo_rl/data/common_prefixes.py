@@ -122,9 +122,7 @@ class Prefixes:
         return sum(lengths[row] for row in self.rows) - sum(self.shared)
 
     def keys(self, lengths: Sequence[int]) -> int:
-        """Return the number of attention keys. Each node and each row has a key for each of its tokens and those before
-        them.
-        """
+        """Return the number of attention keys, as the sum of the tokens up to the end of each node and each row."""
         return sum(lengths[row] for row in self.rows) + sum(node.depth for node in self.nodes)
 
     @property

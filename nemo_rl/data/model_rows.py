@@ -53,8 +53,7 @@ class RowInput:
     """The n items of the row, `[n, ...]` on the CPU. n may differ between rows and may be 0. The shape of an item and
     the dtype must be the same in all rows."""
     lengths_as: str | None = None
-    """Name of the forward's argument for the number of items of each row, `[b]` int64, or None if the forward has no
-    such argument."""
+    """Name of the forward's argument for the number of items of each row, `[b]` int64, or None if it has none."""
 
     @property
     def kind(self) -> tuple[torch.dtype, tuple[int, ...], str | None]:

@@ -83,7 +83,7 @@ class Sandbox:
             raise
 
     def close(self) -> None:
-        """Cancel the runs of `run_async` that have not begun, wait for the other runs, and release the threads."""
+        """Cancel the runs of `run_async` that have not started, wait for the other runs, and release the threads."""
         self._threads.shutdown(cancel_futures=True)
 
 

@@ -107,9 +107,7 @@ class ToolRows(FormattedRows):
 
 
 class OpenAssistantDataset(MessagesDataset):
-    """OpenAssistant's conversation trees. Each tree gives one conversation: the best-ranked path that ends with an
-    answer.
-    """
+    """OpenAssistant's conversation trees, of which each gives the best-ranked path that ends with an answer."""
 
     _ROLES = {"prompter": "user", "assistant": ASSISTANT}
 

@@ -123,8 +123,7 @@ class BinaryPreferenceDataset(PairDataset):
 
 
 class HelpSteer3Dataset(PairDataset):
-    """The data set HelpSteer3. `overall_preference` is below 0 if the first response is better, and above 0 if the
-    second is.
+    """The data set HelpSteer3. `overall_preference` is negative if the first response is better, or else positive.
 
     If `margin_key` is `overall_preference`, the absolute value of this column is the margin.
     """
@@ -227,9 +226,7 @@ def whole_conversation(value: Any, key: str) -> Messages:
 
 
 def _split_shared(chosen: Messages, rejected: Messages) -> Pair:
-    """Split two whole conversations into their common beginning, and the rest of each from the first different answer
-    on.
-    """
+    """Split two whole conversations into their common beginning and the rest, from the first different answer on."""
     pairs = zip(chosen, rejected, strict=False)
     shared = next((number for number, (one, other) in enumerate(pairs) if one != other), None)
     if shared is None:
@@ -318,8 +315,7 @@ BINARY_FEEDBACK = "BinaryFeedbackDataset"
 
 
 class BinaryFeedbackDataset(RawDataset):
-    """Rows with an answer and a label, in the columns `prompt_key`, `output_key` (the answer) and `label_key` (true or
-    false).
+    """Rows with a prompt (`prompt_key`), an answer (`output_key`) and a label (`label_key`, true or false).
 
     Prompt and answer are texts or lists of messages. Without a prompt column, `output_key` is a whole conversation
     that ends with the answer, as messages or in the format of hh-rlhf.
@@ -361,9 +357,7 @@ class BinaryFeedbackDataset(RawDataset):
 
 
 class AnswersOfPairs(RowView):
-    """Each answer of a pair as a separate row: row 2i is the preferred answer of pair i, and row 2i + 1 the rejected
-    one.
-    """
+    """Each answer of a pair as a separate row. Row 2i is the preferred answer of pair i, row 2i + 1 the other one."""
 
     def __init__(self, pairs: Any) -> None:
         super().__init__(pairs, np.arange(2 * len(pairs)) // 2)

@@ -151,9 +151,7 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         return f"{TOO_LONG}={self.max_seq_length}"
 
     def length_that_keeps(self, share: float, num_tried: int) -> int | None:
-        """Return the largest length in tokens of this share of the first usable rows, sorted by length, or None without
-        rows.
-        """
+        """Return the length in tokens that a share of the first usable rows does not exceed, or None without rows."""
         lengths = []
         for idx in range(min(num_tried, len(self))):
             with suppress(DataError):

@@ -32,8 +32,8 @@ from nemo_rl.utils.seed import derive_seed
 
 DEFAULT_NUM_SAMPLES = {TRAIN: 1_000_000, VALIDATION: 256}
 _DROPPED_BITS = 33
-"""Number of bits that are dropped, so that seeds have 31 bits, because simulators may refuse larger ones. The last bit
-stands for the split."""
+"""Number of bits that are dropped to get seeds of 31 bits, as simulators may refuse larger ones. The last bit is the
+split."""
 
 
 class EpisodeRows(Sequence[FormattedRow]):

@@ -60,9 +60,7 @@ def leave_out_long_outputs(
 
 
 def _longest_output(row: FormattedRow, limit: int) -> int:
-    """Return the length in bytes of the longest expected output of a row, or 0 if the row is too short to exceed the
-    limit.
-    """
+    """Return the length in bytes of the longest expected output, or 0 if the row is too short to exceed the limit."""
     text = row["messages"][-1]["content"]
     if not isinstance(text, str) or len(text) <= limit // 2:  # an escape in JSON has more characters than its byte
         return 0

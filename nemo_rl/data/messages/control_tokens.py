@@ -26,8 +26,8 @@ from nemo_rl.data.interfaces import Message, TokenizerType
 from nemo_rl.data.messages.content import TOOL_ROLES, TextRules
 
 _FIRST_PRIVATE, _NUM_PRIVATE = 0xF0000, 0xFFFD
-"""First character and number of characters for marks. They have no meaning (private use area of Unicode, plane 15), and
-no normalizer changes them."""
+"""First character of marks, and number of characters for marks. These characters have no meaning (private use area of
+Unicode, plane 15), and no normalizer changes them."""
 _WORD_JOINER = "\u2060"
 
 
@@ -71,9 +71,7 @@ class ControlTokens:
         self._respelled: Tokenizer | None = None
 
     def first_in(self, text: str, *, of_tools: bool = False) -> str | None:
-        """Return the first special token in a text (or, with `of_tools`, the first control token), or None if there is
-        none.
-        """
+        """Return the first special token (or, with `of_tools`, the first control token) in a text, or None."""
         found = self._find[self.written if of_tools else self.special].search(text)
         return None if found is None else found[0]
 

@@ -157,9 +157,7 @@ def with_task_prompts(messages: LLMMessageLogType, spec: TaskDataSpec) -> LLMMes
 
 
 def _add_ends(pieces: list[_RenderedPart], chat: ChatRenderer, text: str, add_bos: bool, add_eos: bool) -> None:
-    """Add the token that begins a sequence to the first part, and the token that ends the last turn to the last, in
-    place.
-    """
+    """Add the token that begins a sequence to the first part, and the token that ends a turn to the last, in place."""
     if add_bos:
         pieces[0].text = with_bos(pieces[0].text, chat.tokenizer)
     if add_eos:

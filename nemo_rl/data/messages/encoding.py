@@ -280,8 +280,6 @@ def begins_with_bos(tokenizer: TokenizerType) -> bool:
 
 
 def with_bos(text: str, tokenizer: TokenizerType) -> str:
-    """Return a rendered chat that begins with the beginning-of-sequence token if the tokenizer adds this token to
-    texts.
-    """
+    """Return a rendered chat with the beginning-of-sequence token, if the tokenizer adds it and the chat lacks it."""
     bos = tokenizer.bos_token
     return text if bos is None or text.startswith(bos) or not begins_with_bos(tokenizer) else bos + text

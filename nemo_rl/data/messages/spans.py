@@ -115,9 +115,7 @@ def own_headers(chat: ChatRenderer, full_text: str, ends: Sequence[int]) -> dict
 
 
 def _prefix_end(chat: ChatRenderer, full_text: str, position: int, start: int) -> int:
-    """Return the end of a message before another prompt message. If a turn combines both messages, it belongs to the
-    second.
-    """
+    """Return the end of a message before another prompt message. A turn that has both belongs to the second one."""
     try:
         text = chat.text(position + 1)
     except DataError:  # the template wants a user message before the chat may end
@@ -145,9 +143,7 @@ def _turn_start(chat: ChatRenderer, full_text: str, position: int, start: int, h
 
 
 def _own_header_end(chat: ChatRenderer, full_text: str, position: int) -> int:
-    """Return the end of the text that all answers of a turn share, for a header other than that of the generation
-    prompt.
-    """
+    """Return the end of a header that differs from the generation prompt, as the text that all answers share."""
     for following in (chat.messages[position + 1 :], [_FOLLOWING]):
         header = chat.shared_beginning(position, following)
         if full_text.startswith(header):
@@ -213,9 +209,7 @@ def final_token(chat: ChatRenderer, full_text: str) -> str | None:
 
 @lru_cache(maxsize=8)
 def _stop_ids(name: str) -> frozenset[int]:
-    """Return the tokens at which the tokenizer's model stops according to its files, or an empty set if they do not
-    say.
-    """
+    """Return the tokens at which the tokenizer's model stops according to its files, or an empty set."""
     # transformers is imported here because it imports image libraries, which most runs never need.
     from transformers import GenerationConfig
 
@@ -237,9 +231,7 @@ def _special_tokens(tokenizer: TokenizerType) -> tuple[str, ...]:
 
 
 def _check_answers(chat: ChatRenderer, full_text: str, ends: Sequence[int]) -> None:
-    """Check that each assistant turn contains its message's text. Reasoning is ignored, because templates move or drop
-    it.
-    """
+    """Check that each assistant turn contains its message's text, except reasoning, which templates move or drop."""
     start = 0
     for position, (message, end) in enumerate(zip(chat.messages, ends, strict=True)):
         content = message.get("content")

@@ -146,8 +146,7 @@ def parsed_json(text: str, what: str) -> Any:
 
 
 LOSS_FLAGS = ("weight", "loss", "train", "training", "trainable", "train_on_turn")
-"""Keys of a message that say whether it counts in the loss. `weight` is OpenAI's, and the others are of other
-libraries."""
+"""Keys of a message that say whether it counts in the loss. `weight` is OpenAI's key, and others are common too."""
 
 
 def is_excluded(message: Mapping[str, Any]) -> bool:

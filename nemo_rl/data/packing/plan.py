@@ -42,8 +42,7 @@ def prefixes_of(column: Tensor) -> Prefixes:
 def divide_prefixes(
     prefixes: Prefixes, lengths: Sequence[int], most_tokens: int, most_keys: int | None = None
 ) -> Iterator[Prefixes]:
-    """Divide rows into units, which should not share tokens with each other, and which have limited numbers of tokens
-    and keys.
+    """Divide rows into units with limited numbers of tokens and keys, which share few tokens with each other.
 
     Rows that share many tokens stay together: if a unit becomes too large, it ends before the row that shares the
     fewest tokens with the row before it. A single row may exceed the limits.

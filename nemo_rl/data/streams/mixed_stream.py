@@ -340,9 +340,7 @@ class MixedPromptStream:
     def _moved(
         self, positions: Iterable[PromptPosition], stored: Mapping[str, Mapping[str, int]]
     ) -> Iterable[PromptPosition]:
-        """Yield the positions of stored prompts in the data sets of this run. Prompts that no longer exist are left
-        out.
-        """
+        """Yield the positions of stored prompts in the data sets of this run, without prompts that no longer exist."""
         starts, start = {}, 0
         for name, data_set in stored.items():
             starts[name] = range(start, start := start + data_set["num_rows"])

@@ -260,8 +260,7 @@ class PromptStream:
         return PromptBatch(self._loader.prepare(rows, counted=set(rows)), list(positions))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, which consists of the epoch, the loader's state, and earlier prompts that were not
-        trained on.
+        """Return the position: the epoch, the loader's state, and the earlier prompts that were not trained on.
 
         See `unfinished_state` for the part about these prompts.
         """
@@ -302,9 +301,7 @@ class PromptStream:
         return PromptBatch(rows, self._note_drawn(self._loader.last_rows))
 
     def _take(self, num_prompts: int) -> None:
-        """Draw up to `num_prompts` prompts without preparing them. At the end of a pass, draw none and begin the next
-        pass.
-        """
+        """Draw up to `num_prompts` prompts without preparing them, or none if the pass ends and the next one begins."""
         epoch = self.epoch
         self._iterator = None
         rows = self._loader.take(num_prompts)

@@ -1,5 +1,4 @@
-"""Limit the memory and the output of an environment's process, and find the processes that it leaves. This code runs
-inside that process.
+"""Limit the memory and the output of an environment's process from inside, and find the processes that it leaves.
 
 memory      a thread adds up the resident memory of the process and its descendants; above the limit it writes why,
 and ends them all. The driver starts the actor again and finds the reason in the log.

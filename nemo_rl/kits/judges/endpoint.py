@@ -1,4 +1,4 @@
-"""A judge behind an OpenAI-compatible endpoint.
+"""A judge at an OpenAI-compatible endpoint.
 
 Invariant: a request ends within its time limit with the judge's text or a `JudgeError`. At most one megabyte of a
 response is read. No error message and no log line contains the key.

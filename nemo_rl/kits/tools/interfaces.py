@@ -1,5 +1,4 @@
-"""Interfaces of tools: their description, classes with state, the tools of one entry of the configuration, and open
-tools.
+"""Interfaces of tools: their descriptions, classes with state, the tools of one configuration entry, and open tools.
 
 Invariant: each call of a tool ends in a `ToolOutput`, whatever the tool does.
 """

@@ -138,7 +138,7 @@ def _any_text(value: Any, test: Callable[[str], bool]) -> bool:
         value = value.values()
     elif not isinstance(value, list | tuple):
         return isinstance(value, Mapping) and any(_any_text(each, test) for each in value.values())
-    for each in value:  # a generator would take most of the time that is saved
+    for each in value:  # noqa: SIM110  (a generator takes most of the time that is saved)
         if _any_text(each, test):
             return True
     return False

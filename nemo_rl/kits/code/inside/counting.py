@@ -104,13 +104,7 @@ class Counts:
 
 
 class Counted(ast.NodeTransformer):
-    """Rewrites asserts, so that each reports its result to `Counts`.
-
-    `tree` rewrites the source code of one test.
-
-    Attributes:
-        asserts: Number of each assert that may hold, by the original node.
-    """
+    """Rewrites asserts, so that each reports its result to `Counts`."""
 
     def __init__(self) -> None:
         self.number = 0

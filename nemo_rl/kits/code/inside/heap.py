@@ -75,7 +75,7 @@ class Heap:
 
     def forget_unused(self) -> list[int]:
         """Forget the containers to which only this object still refers, and return their numbers."""
-        # One of the two references is that of the table, and the other one is the argument of getrefcount.
+        # Two references remain: that of the table, and the argument of getrefcount.
         unused = [number for number in self._objects if sys.getrefcount(self._objects[number]) == 2]
         self.forget(unused)
         return unused

@@ -414,7 +414,7 @@ def _itself(remote: Remote) -> Remote:
 
 
 def _items(remote: Remote) -> Iterator[Any]:
-    """Yield the items of an iterator of the other program. Each message fetches twice as many items as the last one."""
+    """Yield the items of an iterator of the other program. The number of items for each message doubles each time."""
     most, finished = 1, False
     while not finished:
         items, finished = ask_of(remote, "batch", most)

@@ -1,5 +1,4 @@
-"""Encode values that two programs exchange as text. Only plain data is encoded, so neither program runs code of the
-other.
+"""Encode values that two programs exchange as text. As only plain data is encoded, no code is exchanged.
 
 Texts, numbers, true, false and null are JSON; other types are objects `{"type": ..., "value": ...}`. Callers may share
 lists, dicts and sets (`heap`), and may replace all other objects by references (`peer`).
