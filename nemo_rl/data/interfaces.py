@@ -126,7 +126,7 @@ class TaskDataSpec:
     task_name: str | None = None
     """Name of the task, which is also the name of the environment that grades the rows."""
     prompt_file: PathLike | None = None
-    """Path of a UTF-8 text with one `{}` for the problem. The text is used with `str.format`, so braces are doubled."""
+    """Path of a UTF-8 text with one `{}` for the problem. As in `str.format`, literal braces are written twice."""
     system_prompt_file: PathLike | None = None
     """Path of a UTF-8 text that becomes the system message."""
     stop_strings: list[str] | None = None

@@ -123,7 +123,7 @@ class BinaryPreferenceDataset(PairDataset):
 
 
 class HelpSteer3Dataset(PairDataset):
-    """The data set HelpSteer3. `overall_preference` is negative if the first response is better, or else positive.
+    """The data set HelpSteer3. A negative `overall_preference` prefers the first response, a positive one the second.
 
     If `margin_key` is `overall_preference`, the absolute value of this column is the margin.
     """
