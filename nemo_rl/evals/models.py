@@ -103,7 +103,16 @@ def start_model(config: EvalMasterConfig, tokenizer: TokenizerType, resources: E
 
 @contextmanager
 def answers_come(model: ChatModel | None, *, is_first: bool) -> Iterator[None]:
-    """Raise an error for a batch without any answer. Its results would be stored, but say nothing about the model."""
+    """Raise an error for a batch without any answer. Its results would be stored, but say nothing about the model.
+
+    Args:
+        model: client of the endpoint, or None if engines have the model. Engines that fail end the run themselves.
+        is_first: whether no answer is stored yet. In this case, refused requests count as an error of the run too. In a
+            later batch, the endpoint may refuse each prompt for its content.
+
+    Raises:
+        EndpointUnusableError: the endpoint gave no answer during the block, although it got requests.
+    """
     before = None if model is None else replace(model.counts)
     yield
     if model is None or before is None or model.counts.answers > before.answers:
