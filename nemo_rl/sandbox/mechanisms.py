@@ -32,7 +32,7 @@ class Mechanism:
     name: MechanismName
     """Value of the configuration key that chooses the mechanism."""
     namespaces: Literal["outer", "own", "none"]
-    """Who makes the namespaces: "outer" (bubblewrap), "own" (the code in `jail`), or "none" if there are none."""
+    """Origin of the namespaces: "outer" (bubblewrap), "own" (the code in `jail`), or "none" if there are none."""
     newest_landlock: int | None = None
     """Newest version of Landlock's rules to apply, 0 for no rules, or None for the version of the kernel."""
 

@@ -41,7 +41,7 @@ class ConversationTokens:
     longest: int
     """Largest number of tokens that the model reads."""
     too_long: Literal["error", "keep_end"] = "error"
-    """What happens to a longer conversation: it is an error, or only its last tokens are scored."""
+    """Treatment of a longer conversation: "error" makes it an error, and "keep_end" scores only its last tokens."""
     ends_with_turn: bool = True
     """Whether text that the template writes after the last turn is left out, as it is in training."""
 
