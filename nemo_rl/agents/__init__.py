@@ -1,1 +1,1 @@
-"""Agent programs: the endpoint that they call, the environments that start them, NeMo Gym and verifiers."""
+"""Run agent programs: the endpoint that programs call, the environments that start them, NeMo Gym and verifiers."""

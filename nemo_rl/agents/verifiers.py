@@ -1,11 +1,11 @@
-"""Environments of the package verifiers: their dataset gives prompts, their code the turns, their rubric the reward.
+"""Play environments of the package verifiers, which provide the prompts, the turns and the rewards (by a rubric).
 
     open_episode ─► a task of its own: rollout, then rubric ─► asks "the model" ─► messages of the prompt
     step: text of the turn ─► answer of "the model" ─► asks again ─► the added messages are the observation
                                                     └─► is over ─► reward of the rubric
 
-Invariant: a reward is what all reward functions of the rubric computed; if one of them raises, which the package turns
-into 0, the sample has an error instead.
+Invariant: a reward is the result of all reward functions of the rubric. If one of them raises, the sample gets an
+error, although the package itself would count a reward of 0.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ verifiers = library("verifiers", "verifiers")
 
 _MODEL = "policy"
 _failures: ContextVar[list[str]] = ContextVar("failures")
-"""Errors that reward functions raised while this task scored."""
+"""Errors that reward functions raised while the current task was scored."""
 
 
 class VerifiersEnvironment(EnvironmentInterface[dict[str, Any]]):
@@ -62,14 +62,14 @@ class VerifiersEnvironment(EnvironmentInterface[dict[str, Any]]):
 
     @classmethod
     def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
-        """See `EnvironmentInterface.check_section`: load the environment where data is read, since it has rows."""
+        """See `EnvironmentInterface.check_section`. It loads the environment, which has the rows, if data is read."""
         if tokenizer is not None:
             _loaded(VerifiersConfig.build(**section))
 
     async def open_episode(  # type: ignore[override]  # may be a coroutine function
         self, metadata: dict[str, Any]
     ) -> EpisodeStart[dict[str, Any]]:
-        """Start the episode of a seed, which chooses the row, with the environment's first request as prompt."""
+        """Start the episode of a seed, which determines the row. The environment's first request becomes the prompt."""
         rows = self._rows(metadata.get("split"))
         episode = _Episode(self._environment, rows[metadata["seed"] // 2 % len(rows)])
         key = uuid.uuid4().hex
@@ -83,7 +83,7 @@ class VerifiersEnvironment(EnvironmentInterface[dict[str, Any]]):
     async def step(  # type: ignore[override]  # may be a coroutine function
         self, message_log_batch: list["LLMMessageLogType"], metadata: list[dict[str, Any]]
     ) -> EnvironmentReturn[dict[str, Any]]:
-        """Give the answer of one turn to the environment (B is 1)."""
+        """Pass the answer of one turn to the environment (B is 1)."""
         (log,), (state,) = message_log_batch, metadata
         episode = self._episodes.get(state["episode"])
         if episode is None:
@@ -96,7 +96,7 @@ class VerifiersEnvironment(EnvironmentInterface[dict[str, Any]]):
         return _returned({**state, "scores": episode.scores}, episode.last_messages, episode.reward)
 
     async def close_episode(self, metadata: dict[str, Any]) -> None:  # type: ignore[override]
-        """End an episode, with the clean-up of the environment."""
+        """End an episode, and run the environment's clean-up."""
         episode = self._episodes.pop(metadata.get("episode", ""), None)
         if episode is not None:
             await episode.close()
@@ -104,7 +104,7 @@ class VerifiersEnvironment(EnvironmentInterface[dict[str, Any]]):
     def global_post_process_and_metrics(
         self, batch: "BatchedDataDict[Any]"
     ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
-        """Return the mean of each function of the rubric over the samples that were scored."""
+        """Return the mean of each reward function over the samples that were scored."""
         values: dict[str, list[float]] = defaultdict(list)
         for state in batch["extra_env_info"]:
             for name, value in (state.get("scores") or {}).items():
@@ -121,24 +121,24 @@ class VerifiersEnvironment(EnvironmentInterface[dict[str, Any]]):
 
 
 class _Episode:
-    """One rollout of an environment, whose model is the other side of two queues."""
+    """One rollout of an environment. Two queues connect the rollout to the policy, which stands for its model."""
 
     def __init__(self, environment: Any, row: Mapping[str, Any]) -> None:
         self.reward = 0.0
-        """Weighted sum of the reward functions."""
+        """Weighted sum of the values of the reward functions."""
         self.scores: dict[str, float] = {}
-        """Value of each function by name."""
+        """Value of each reward function by name."""
         self.last_messages: list[dict[str, Any]] = []
         """Messages after the last turn."""
         self.error: str | None = None
-        """Why there is no reward."""
+        """Reason why there is no reward, or None."""
         self._asked: asyncio.Queue[list[dict[str, Any]]] = asyncio.Queue()
         self._answers: asyncio.Queue[str] = asyncio.Queue()
         self._conversation: list[dict[str, Any]] = []
         self._playing = asyncio.create_task(self._play(environment, row))
 
     async def next_messages(self, answer: str | None) -> list[dict[str, Any]] | None:
-        """Return the messages that the environment added before it asked again, or None if the episode is over."""
+        """Return the messages that the environment added before its next request, or None if the episode is over."""
         if answer is not None:
             self._conversation.append({"role": "assistant", "content": answer})
             self._answers.put_nowait(answer)
@@ -152,7 +152,7 @@ class _Episode:
         return self._added(asking.result())
 
     def _added(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-        """Return the messages that a request adds to the conversation so far, which must be its beginning."""
+        """Return the messages that a request adds to the conversation so far, with which the request must begin."""
         before = len(self._conversation)
         added = messages[before:]
         if messages[:before] != self._conversation or not added:
@@ -162,7 +162,7 @@ class _Episode:
         return added
 
     async def close(self) -> None:
-        """Cancel what still runs."""
+        """Cancel the rollout if it is still running."""
         self._playing.cancel()
         await asyncio.wait([self._playing])
 
@@ -190,7 +190,7 @@ class _Episode:
         self.last_messages = [_plain(message) for message in state.get("final_env_response") or []]
 
     async def _completion(self, *, messages: Sequence[Any], tools: Any = None, **_: Any) -> Any:
-        """Stand for the client of an endpoint: ask, and return the answer as a chat completion."""
+        """Pass a request to the policy in place of an endpoint, and return the answer as a chat completion."""
         if tools:
             raise ConfigError("the environment offers tools to the model; the adapter passes on texts only")
         self._asked.put_nowait([_plain(message) for message in messages])
@@ -218,9 +218,9 @@ def _loaded(config: VerifiersConfig) -> Any:
 
 @contextlib.contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Keep environments from replacing the signal handlers of their process, which are Ray's.
+    """Prevent environments from replacing the signal handlers of the process, which belong to Ray.
 
-    Each environment would do so when it is made, which fails on other threads than the main one.
+    Each environment tries this when it is constructed, and fails on threads other than the main thread.
     """
     set_handler = signal.signal
     signal.signal = lambda number, handler: signal.getsignal(number)  # type: ignore[assignment]
@@ -231,13 +231,13 @@ def _signals_kept() -> Iterator[None]:
 
 
 def _rubrics(rubric: Any) -> list[Any]:
-    """Return a rubric, or all rubrics of a group, which may hold groups."""
+    """Return the rubric, or all rubrics of a group. A group may contain further groups."""
     inner = getattr(rubric, "rubrics", None)
     return [rubric] if inner is None else [leaf for each in inner for leaf in _rubrics(each)]
 
 
 def _noted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a reward function that also notes its exceptions."""
+    """Return a reward function that also records its exceptions."""
 
     @functools.wraps(function)
     async def noted(*arguments: Any, **keywords: Any) -> Any:
@@ -253,7 +253,7 @@ def _noted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _plain(message: Any) -> dict[str, Any]:
-    """Return a message as role and text."""
+    """Return a message with only its role and its text."""
     return {"role": message["role"], "content": content_text(message["content"] or "")}
 
 

@@ -1,13 +1,13 @@
-"""Environments of the package verifiers, version 0.4, as an agent program: the package plays a task, the run trains it.
+"""Play tasks of environments of the package verifiers, version 0.4, in an agent program.
 
     seed, split ─► task ─► Env.run_slot ─► Episode ─► reward, metrics, answer
                               │ calls of the harness
                               ▼
                   the package's own server ─► endpoint of the run, with the key of the sample
 
-The package's server keeps a client for each key until it stops, so an environment is replaced after `_EPISODES`
-episodes, and stops when the last of them has ended. Invariant: a reward is what all reward functions of the task
-computed; an episode that failed or was not scored to its end is an error of its sample.
+The package's server keeps a client for each key until the server stops. For this reason an environment is replaced
+after `_EPISODES` episodes, and stops when the last of these episodes has ended. Invariant: a reward is the result of
+all reward functions of the task. A sample whose episode failed or was not completely scored gets an error.
 """
 
 import asyncio
@@ -24,23 +24,23 @@ from nemo_rl.utils.errors import ConfigError
 
 _EPISODES = 64
 _KEY_VARIABLE = "NEMO_RL_SAMPLE_{}_API_KEY"
-"""Name of the variable with a sample's key; the package hands no variable with API_KEY in its name to processes."""
+"""Name of the variable with a sample's key. The package hides variables with API_KEY from processes it starts."""
 _SCORED_TIMEOUT = "agent_timeout"
-"""The one deadline of the package after which an episode is still scored."""
+"""The only deadline of the package after which an episode is still scored."""
 _PLACE = "env.agent.kwargs"
 
 
 class VerifiersProgram:
-    """A program for `env.agent.program` that plays tasks of a verifiers environment, with the rows of `episodes`.
+    """A program for `env.agent.program` that plays tasks of a verifiers environment. It needs rows of `episodes`.
 
     Args:
         env: the package's block `[env]`: `taskset` with its `id`, one section for each agent, `id` and limits.
-        select: the package's block `[select]`, which tasks are played; None: all.
-        validation_env: the same as `env` in validation; None: `env`.
-        validation_select: the same as `select` in validation; None: `select`.
+        select: the package's block `[select]`, which says which tasks are played, or None for all tasks.
+        validation_env: the block `[env]` for validation, or None for `env`.
+        validation_select: the block `[select]` for validation, or None for `select`.
 
     Raises:
-        ConfigError: the package is missing, or the environment cannot be made, has no task or repeats episodes.
+        ConfigError: the package is missing, or the environment cannot be constructed, has no task or repeats episodes.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class VerifiersProgram:
             self._environments["validation"] = _Environment(package, held_out, chosen, key)
 
     async def __call__(self, task: AgentTask) -> dict[str, Any]:
-        """Play the task that the seed of a row chooses, and return its reward, its metrics and the last reply.
+        """Play the task that a row's seed determines, and return its reward, its metrics and the last reply.
 
         Raises:
             AgentError: the row has no seed, or the episode has no reward.
@@ -81,7 +81,7 @@ class VerifiersProgram:
 
 
 class _Environment:
-    """An environment and its tasks, where `place` names the key with its block in errors."""
+    """An environment and its tasks. `place` is the configuration key of the environment, for errors."""
 
     def __init__(self, package: Any, env: Mapping[str, Any], select: Mapping[str, Any] | None, key: str) -> None:
         self._package, self._place = package, f"{_PLACE}.{key}"
@@ -102,12 +102,12 @@ class _Environment:
 
     async def play(self, seed: int, context: Any) -> Any:
         """Play the task of a seed, and return its episode."""
-        task = self._tasks[seed // 2 % len(self._tasks)]  # the last bit is that of the split
+        task = self._tasks[seed // 2 % len(self._tasks)]  # the last bit of the seed stands for the split
         async with self._serving() as environment:
             return await environment.run_slot(*environment.slots(task), context)
 
     async def shutdown(self) -> None:
-        """Stop all servers, also servers with episodes."""
+        """Stop all servers, including those with running episodes."""
         await asyncio.gather(*(server.stop() for server in self._servers))
 
     @contextlib.asynccontextmanager
@@ -127,7 +127,7 @@ class _Environment:
 
 
 class _EnvironmentServer:
-    """An environment that serves up to `_EPISODES` episodes, in a task of its own."""
+    """An environment that serves up to `_EPISODES` episodes in its own asyncio task."""
 
     def __init__(self, environment: Any) -> None:
         self.environment = environment
@@ -138,7 +138,7 @@ class _EnvironmentServer:
 
     @property
     def is_used_up(self) -> bool:
-        """True if it takes no further episode."""
+        """True if the server accepts no further episode."""
         return self._num_entered >= _EPISODES or self._running.done()
 
     def enter(self) -> None:
@@ -147,12 +147,12 @@ class _EnvironmentServer:
         self._num_open += 1
 
     def leave(self) -> bool:
-        """Count an episode that has ended, and return whether the server is of no further use."""
+        """Count an episode that has ended, and return whether the server is no longer needed."""
         self._num_open -= 1
         return self._num_open == 0 and self.is_used_up
 
     async def ready(self) -> None:
-        """Wait until the process serves, and raise the error that keeps it from serving."""
+        """Wait until the server is ready, and raise its error if it cannot be started."""
         starting = asyncio.create_task(self._is_ready.wait())
         try:
             await asyncio.wait({starting, self._running}, return_when=asyncio.FIRST_COMPLETED)
@@ -162,7 +162,7 @@ class _EnvironmentServer:
             self._running.result()
 
     async def stop(self) -> None:
-        """End the task."""
+        """Let the task end, and wait for its end."""
         self._ends.set()
         await asyncio.wait({self._running})
 
@@ -187,7 +187,7 @@ def _package() -> Any:
 
 @contextlib.contextmanager
 def _key_variable(key: str) -> Iterator[str]:
-    """Put a key into the environment variable from which the package reads it, and return the variable's name."""
+    """Put a key into the environment variable from which the package reads the key, and yield the variable's name."""
     name = _KEY_VARIABLE.format(uuid.uuid4().hex)
     os.environ[name] = key
     try:
@@ -197,14 +197,14 @@ def _key_variable(key: str) -> Iterator[str]:
 
 
 def _plain(block: Any) -> Any:
-    """Return a block as dicts and lists, which the package changes in place."""
+    """Copy a block as dicts and lists, because the package changes blocks in place."""
     if isinstance(block, Mapping):
         return {key: _plain(value) for key, value in block.items()}
     return [_plain(value) for value in block] if isinstance(block, (list, tuple)) else block
 
 
 def _refuse_retries(package: Any, config: Any, place: str) -> None:
-    """Raise a `ConfigError` where the package would play an episode again: calls of both would get one reward."""
+    """Raise a `ConfigError` if the package would repeat episodes, whose calls would then share one reward."""
     agents = {name: value for name, value in config if isinstance(value, package.AgentConfig)}
     for name, section in {"": config, **agents}.items():
         if section.retries.max_retries or any(rule.max_retries for rule in section.retries.rules):

@@ -1,6 +1,6 @@
 """Turns rows of text into batches of prompts: tokenizers, message logs, processors, data sets, packing.
 
-Invariant: token ids of a prompt are made once, here, and never re-tokenised.
+Invariant: the token ids of a prompt are made once, in this package, and the prompt is never tokenised again.
 """
 
 from nemo_rl.config import DataConfig

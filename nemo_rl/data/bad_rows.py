@@ -17,7 +17,7 @@ PLACES_SHOWN = 5
 
 
 class RowError(Exception):
-    """A row cannot be used, for the reason in the message. Readers of rows catch this error."""
+    """Raised for a row that cannot be used. The message gives the reason, and readers of rows catch the error."""
 
 
 @dataclass(frozen=True)
@@ -27,17 +27,16 @@ class BadRow:
     file: str
     """Path of the file, or name of the data set."""
     line: int
-    """1-based line of a text file where the row begins; 0-based row index of a table (Parquet, Arrow, hub data
-    sets)."""
+    """Line of a text file where the row begins (from 1), or index of the row in a table (from 0)."""
     reason: str
-    """The reason, as a phrase."""
+    """The reason in a few words."""
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
 
 
 def summarize_bad_rows(bad_rows: Sequence[BadRow], num_rows: int) -> str:
-    """Return one paragraph: counts by reason, most frequent first, with the first few places of each."""
+    """Return a paragraph with the number of bad rows by reason, the most frequent first, and some places of each."""
     places = defaultdict(list)
     for row in bad_rows:
         places[row.reason].append(str(row))
@@ -63,11 +62,11 @@ def report_bad_rows(
     Args:
         name: Name of the data set, for messages.
         bad_rows: The rows left out.
-        num_rows: All rows read, bad ones included.
+        num_rows: Number of all rows that were read, including bad ones.
         max_share: `data.max_bad_row_share`, 0 to 1.
-        columns: Columns that the first row has, to help when no row is usable.
+        columns: Columns of the first row, which the error shows if no row is usable.
         keys: Keys of the configuration that choose the columns of question and answer.
-        advice: Returns a sentence for the refusal of too many bad rows, or "".
+        advice: Function that returns a sentence for the error about too many bad rows, or "".
 
     Raises:
         DataError: No usable row is left, or the share of bad rows is above `max_share`.

@@ -1,7 +1,7 @@
-"""Makes a training batch from conversations in a notebook, in one call.
+"""Make a training batch from conversations in one call, for example in a notebook.
 
-`messages.conversations` renders and tokenises, `collate_fn` joins; a run's data sets are processed in the same way.
-Invariant: the tokens that count are those that SFT would train on.
+`messages.conversations` renders and tokenises the conversations, and `collate_fn` joins them, as for the data sets of a
+run. Invariant: the tokens that count in the loss are those that SFT would train on.
 """
 
 from collections.abc import Iterable
@@ -21,14 +21,14 @@ def chat_batch(
     only_last: bool = False,
     max_length: int | None = None,
 ) -> BatchedDataDict[Any]:
-    """Make a batch of B conversations in which the assistant's tokens count.
+    """Make a batch of B conversations in which the assistant's tokens count in the loss.
 
-    If a loss needs more inputs, add them under new names: tensors with first axis B, per token `[B, T]`.
+    Callers can add further inputs of a loss under new names, as tensors with the first axis B, or `[B, T]` per token.
 
     Args:
-        tokenizer: its chat template renders, its pad token fills rows.
-        conversations: each a list of messages with `role` and `content`; the last one is the assistant's.
-        only_last: only the last assistant turn counts, instead of all of them.
+        tokenizer: tokenizer whose chat template renders conversations and whose pad token fills rows.
+        conversations: lists of messages with `role` and `content`, of which the last message is the assistant's.
+        only_last: whether only the last assistant turn counts, instead of all assistant turns.
         max_length: longest conversation in tokens.
 
     Returns:

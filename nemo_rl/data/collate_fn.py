@@ -1,8 +1,9 @@
-"""Joins data into batches for the data loader, and marks the tokens that count in the loss.
+"""Join data into batches for the data loader, and mark the tokens that count in the loss.
 
-Invariant: row i of every value belongs to datum i; its token ids are those of its messages, joined in order.
+Invariant: row i of every value belongs to datum i, and its token ids are those of the datum's messages, concatenated in
+order.
 
-Legend: B conversations, T tokens.
+B is the number of conversations and T the number of tokens of a row.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,10 +28,10 @@ def rl_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[Any]:
     """Make a batch of B prompts for rollouts.
 
     Returns:
-        `message_log` (list), `length` [B] int64, `loss_multiplier` [B] float32, `extra_env_info`
-        (list), `task_name` (list, None where a datum has none), `idx` (list), `batch_max_length`
-        [B] int64 (the largest length, B times), `stop_strings`, `chat` and `effort` (lists, None where absent). If a
-        datum has them, `row_inputs` (list), see `data.model_rows`; so do the functions below.
+        `message_log` (list), `length` [B] int64, `loss_multiplier` [B] float32, `extra_env_info` (list), `task_name`
+        (list, None where a datum has none), `idx` (list), `batch_max_length` [B] int64 (the largest length, B times),
+        `stop_strings`, `chat` and `effort` (lists, None where absent). If a datum has `row_inputs`, the batch has them
+        too, as a list (see `data.model_rows`). The same holds for the functions below.
     """
     length = torch.tensor([datum["length"] for datum in data_batch], dtype=torch.int64)
     batch: BatchedDataDict[Any] = BatchedDataDict(
@@ -67,10 +68,10 @@ def sft_collate_fn(
     """Make a batch of B conversations for supervised training.
 
     Args:
-        data_batch: Conversations whose last message is an assistant's.
-        tokenizer: Its pad token fills rows.
+        data_batch: Conversations whose last message is the assistant's.
+        tokenizer: Tokenizer whose pad token fills rows.
         make_sequence_length_divisible_by: T is a multiple of this.
-        only_unmask_final: Only the last turn counts in the loss, instead of all assistant turns.
+        only_unmask_final: Whether only the last turn counts in the loss, instead of all assistant turns.
 
     Returns:
         `input_ids` [B, T] int64, `input_lengths` [B] int64, `token_mask` [B, T] float32, 1 on the
@@ -123,10 +124,9 @@ def preference_collate_fn(
     """Make a batch of B preference pairs as 2B rows: row 2i is chosen, row 2i + 1 rejected.
 
     Returns:
-        `input_ids` [2B, T] int64, `input_lengths` [2B] int64, `sample_mask` and `loss_multiplier`
-        [2B] float32, `idx` (list of 2B), with `add_loss_mask` also `token_mask` [2B, T] float32, 1 on the
-        tokens of the completion's assistant turns, and where a datum has a margin `margin` [2B] float32, 0 for the
-        others.
+        `input_ids` [2B, T] int64, `input_lengths` [2B] int64, `sample_mask` and `loss_multiplier` [2B] float32, `idx`
+        (list of 2B), with `add_loss_mask` also `token_mask` [2B, T] float32, 1 on the tokens of the completion's
+        assistant turns, and, if any datum has a margin, `margin` [2B] float32, which is 0 for data without one.
     """
     logs = []
     multipliers = []
@@ -156,7 +156,7 @@ def preference_collate_fn(
 
 
 def _with_faults(batch: BatchedDataDict[Any], data: Sequence[Mapping[str, Any]]) -> BatchedDataDict[Any]:
-    """Add `fault` (list, None for usable rows), which the loader reports and removes, if a datum has one."""
+    """Add `fault` if any datum has one: a list with None for usable rows. The loader reports and removes it."""
     if any("fault" in datum for datum in data):
         batch["fault"] = [datum.get("fault") for datum in data]
     return batch
@@ -169,13 +169,13 @@ def add_loss_mask_to_message_log(
 ) -> None:
     """Set `token_loss_mask` on every message, in place.
 
-    The mask is 1-D int64, as long as `token_ids`: ones for the roles to train on, else zeros.
+    The mask is 1-D int64 and as long as `token_ids`. It is 1 for the roles to train on, and 0 for other roles.
 
     Args:
         batch_message_log: The logs to mark.
         roles_to_train_on: Roles whose tokens count in the loss.
-        only_unmask_final: Only the last message of a log counts, for any role; if a log says which messages
-            `counts`, all of these.
+        only_unmask_final: Whether only the last message of a log counts, whatever its role. If messages of a log have
+            `counts`, this key decides instead.
     """
     for message_log in batch_message_log:
         chosen = any(message.get("counts") for message in message_log)
@@ -195,7 +195,7 @@ def batched_message_log_to_flat_message(
 
     Args:
         message_log_batch: B logs.
-        pad_value_dict: Padding value of each tensor key; 0 where not given.
+        pad_value_dict: Padding value of each tensor key, which is 0 for keys that are left out.
         make_sequence_length_divisible_by: Round the padded length T up to a multiple of this.
 
     Returns:
@@ -237,11 +237,11 @@ def _pad_column(key: str, column: list[Any], width: int, pad_value: int | float)
 
 
 def message_log_to_flat_messages(message_log: LLMMessageLogType) -> FlatMessagesType:
-    """Join the values of all messages, key by key.
+    """Join the values of all messages for each key.
 
-    Tensors are concatenated along axis 0; everything else is listed, one entry a message. A
-    per-token tensor (as long as its message's `token_ids`) that some messages lack, such as the
-    `generation_logprobs` of a user turn, counts as zeros there.
+    Tensors are concatenated along axis 0. Other values become a list with one item for each message. If a message lacks
+    a per-token tensor (one that is as long as `token_ids`), such as `generation_logprobs` in a user turn, zeros take
+    its place.
 
     Raises:
         DataError: A tensor key is absent from a message and is not per token.

@@ -1,16 +1,17 @@
-"""Finds the beginnings that rows have in common, as a tree: answers to one prompt, branches of one session.
+"""Find the common prefixes of rows as a tree. Answers to one prompt and branches of one session have such prefixes.
 
     row 0: p a b          root ─┬─ p ─┬─ a ─┬─ b     (row 0)
     row 1: p a c    ─►          │     │     └─ c     (row 1)
     row 2: p d                  │     └─ d           (row 2)
     row 3: e                    └─ e                 (row 3)
 
-The tree is two lists: an order in which rows with a common beginning follow each other, and the number of tokens that
-each row shares with the row before it. What two rows share is the minimum of these numbers between them, so the lists
-of some of the rows follow from those of all rows.
+The tree is stored as two lists: an order in which rows with a common prefix follow each other, and the number of tokens
+that each row shares with the row before it. The number of tokens that any two rows share is the minimum of these
+numbers between the two rows. For this reason the lists for some of the rows can be computed from the lists for all
+rows.
 
-Invariant: the last token that rows have in common belongs to each of them. So each row has at least one token of its
-own, and the token after a shared one is the same in all rows that share it: it needs one score.
+Invariant: the last token of a common prefix is not shared, but belongs to each row. So each row has at least one token
+of its own. The token after a shared token is the same in all rows that share it, so only one score is needed for it.
 """
 
 from collections.abc import Collection, Sequence
@@ -23,29 +24,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 _LEAST_TOKENS = 8
-"""Fewest tokens of a node; below this, the additional keys of attention cost more than sharing saves."""
+"""Smallest number of tokens of a node. With fewer, the additional attention keys cost more than sharing saves."""
 _LEAST_SHARE = 1 / 32
-"""Fewest tokens of a node as a share of its keys, for the same reason."""
+"""Smallest number of tokens of a node as a share of its keys, for the same reason."""
 
 
 class Node(NamedTuple):
     """Tokens that several rows share."""
 
     depth: int
-    """Tokens from the start of its rows to its end, also the number of its keys."""
+    """Number of tokens from the beginning of the rows to the end of the node, which is also the number of its keys."""
     parent: int
-    """Index of the node before it; 0 is the root, which has no tokens."""
+    """Index of the parent node. The root has index 0 and no tokens."""
     first: int
-    """Place of the first of its rows."""
+    """Place of the node's first row in the order of the rows."""
 
 
 class Path(NamedTuple):
-    """The place of a row in the tree of some rows, which is enough to compare it with any other of them."""
+    """The place of a row in a tree. Two paths are enough to compute how many tokens the two rows share."""
 
     place: int
-    """Place in the order of the rows."""
+    """Place of the row in the order of the rows."""
     nodes: tuple[tuple[int, int], ...]
-    """`(depth, first)` of each node on the way to the row; see `Node`."""
+    """`(depth, first)` of each node on the way from the root to the row (see `Node`)."""
 
     def shared(self, other: "Path") -> int:
         """Return the number of tokens that both rows share."""
@@ -57,13 +58,13 @@ class Prefixes:
     """The tree of rows, as the module docstring describes."""
 
     rows: list[int]
-    """Indices of the rows, in an order in which rows with a common beginning follow each other."""
+    """Indices of the rows, in an order in which rows with a common prefix follow each other."""
     shared: list[int]
-    """For each of them, the tokens that it shares with the one before it; 0 for the first."""
+    """Number of tokens that each row in this order shares with the row before it, or 0 for the first row."""
 
     @classmethod
     def of(cls, tokens: Sequence[NDArray[np.integer]]) -> "Prefixes":
-        """Find the tree of rows of tokens of one dtype, without nodes that cost more than they save."""
+        """Find the tree of rows of tokens of equal dtype, without nodes that cost more than they save."""
         keys = [row.tobytes() for row in tokens]
         rows = sorted(range(len(tokens)), key=keys.__getitem__)
         shared = [0, *(max(_num_equal(tokens[a], tokens[b]) - 1, 0) for a, b in pairwise(rows))]
@@ -71,7 +72,7 @@ class Prefixes:
 
     @classmethod
     def of_groups(cls, tokens: Sequence[NDArray[np.integer]], groups: Sequence[int]) -> "Prefixes":
-        """Find the tree of rows, which share tokens only within one group, with group -1 first."""
+        """Find the tree of rows of which only those of one group share tokens. Rows of group -1 come first."""
         members: dict[int, list[int]] = {-1: []}
         for row, group in enumerate(groups):
             members.setdefault(group, []).append(row)
@@ -83,7 +84,7 @@ class Prefixes:
 
     @classmethod
     def side_by_side(cls, trees: Sequence["Prefixes"]) -> "Prefixes":
-        """Return the tree of the rows of several trees, which share nothing with each other."""
+        """Return the tree of the rows of several trees. Rows of different trees share nothing."""
         return cls([row for tree in trees for row in tree.rows], [n for tree in trees for n in tree.shared])
 
     @classmethod
@@ -101,7 +102,7 @@ class Prefixes:
         return {row: place for place, row in enumerate(self.rows)}
 
     def within(self, rows: Collection[int]) -> "Prefixes":
-        """Return the tree of some of the rows."""
+        """Return the tree of the given rows."""
         places = sorted(self._place_of[row] for row in rows)
         shared = [0, *(min(self.shared[a + 1 : b + 1]) for a, b in pairwise(places))]
         return Prefixes([self.rows[place] for place in places], shared[: len(places)])
@@ -113,15 +114,15 @@ class Prefixes:
         return self.side_by_side([self.within(group) for group in batched(range(len(self.rows)), size)])
 
     def part(self, start: int, stop: int) -> "Prefixes":
-        """Return the tree of the rows at some places."""
+        """Return the tree of the rows at the places from `start` to `stop - 1`."""
         return Prefixes(self.rows[start:stop], [0, *self.shared[start + 1 : stop]])
 
     def tokens(self, lengths: Sequence[int]) -> int:
-        """Return the number of tokens that are laid out for the rows, from the `lengths` of all rows of the batch."""
+        """Return the number of tokens that are laid out for the rows, given the lengths of all rows of the batch."""
         return sum(lengths[row] for row in self.rows) - sum(self.shared)
 
     def keys(self, lengths: Sequence[int]) -> int:
-        """Return the number of attention keys: those of each node and each row, with all tokens before them."""
+        """Return the number of attention keys, as the sum of the tokens up to the end of each node and each row."""
         return sum(lengths[row] for row in self.rows) + sum(node.depth for node in self.nodes)
 
     @property
@@ -131,14 +132,14 @@ class Prefixes:
 
     @property
     def node_of_place(self) -> list[int]:
-        """The index of the deepest node of the row at each place, which is 0 (the root) if it shares nothing."""
+        """The index of the deepest node above the row at each place, or 0 (the root) if the row shares nothing."""
         nodes, between = self._tree
         after = [*between[1:], 0]
         return [max(pair, key=lambda node: nodes[node].depth) for pair in zip(between, after, strict=True)]
 
     @cached_property
     def _tree(self) -> tuple[list[Node], list[int]]:
-        """The nodes, and for each place the deepest node that its row and the row before it share."""
+        """The nodes, and for each place the deepest node that the row there and the row before it share."""
         depths, parents, firsts, between = [0], [0], [0], []
         open_nodes = [0]
         for place, depth in enumerate(self.shared):
@@ -167,7 +168,7 @@ class Prefixes:
         return [found[row] for row in sorted(found)]
 
     def _worthwhile(self) -> "Prefixes":
-        """Return the tree with the tokens of each node that costs more than it saves moved to the rows below."""
+        """Return the tree without nodes that cost more than they save. Their tokens are no longer shared."""
         nodes, between = self._tree
         kept = [0] * len(nodes)
         for number in sorted(range(1, len(nodes)), key=lambda node: nodes[node].depth):
@@ -177,7 +178,7 @@ class Prefixes:
 
 
 def _num_equal(one: NDArray[np.integer], other: NDArray[np.integer]) -> int:
-    """Return the number of tokens at the start that two rows have in common."""
+    """Return the length of the common prefix of two rows in tokens."""
     length = min(len(one), len(other))
     differs = one[:length] != other[:length]
     return int(differs.argmax()) if differs.any() else length

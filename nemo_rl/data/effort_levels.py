@@ -1,7 +1,8 @@
-"""Give each prompt a level of effort: draw the level, and render the prompt again with its texts.
+"""Give each prompt a level of effort. The level is drawn, and the prompt is rendered again with the level's texts.
 
-Any environment and any processor whose data has `DatumSpec.chat` will do. Invariant: the level of a prompt depends on
-(run seed, phase, row) only, so all answers to it, any process, a resumed run and `nemo_rl regrade` have the same.
+This works with any environment, and with any processor whose data has `DatumSpec.chat`. Invariant: the level of a
+prompt depends only on the run's seed, the phase and the row. It is therefore the same for all answers to the prompt, in
+all processes, in a resumed run, and for `nemo_rl regrade`.
 """
 
 import inspect
@@ -23,16 +24,16 @@ from nemo_rl.utils.errors import ConfigError, DataError
 from nemo_rl.utils.seed import derive_seed
 
 _SEEDS = 2**63
-"""Number of values of `derive_seed`."""
+"""Number of different values that `derive_seed` returns."""
 
 
 def drawn_level(levels: Mapping[str, EffortLevelConfig], run_seed: int, phase: str, row: int) -> str:
-    """Draw the level of a prompt, by the weights of the levels.
+    """Draw the level of a prompt with probabilities that are proportional to the levels' weights.
 
     Args:
-        levels: the section `effort_levels`, not empty.
+        levels: the section `effort_levels`, which must not be empty.
         phase: "train", "validation", or the name of another validation set.
-        row: the prompt's row.
+        row: index of the prompt's row.
     """
     names = list(levels)
     rest = derive_seed(run_seed, "effort", phase, row) / _SEEDS * sum(level.weight for level in levels.values())
@@ -48,10 +49,10 @@ class EffortRows:
 
     Args:
         rows: the prompts without levels.
-        phase: as in `drawn_level`.
-        tokenizer: renders the prompts again.
-        max_seq_length: longest prompt in tokens; None means no limit.
-        rules: as in `prompt_entry`.
+        phase: see `drawn_level`.
+        tokenizer: tokenizer that renders the prompts again.
+        max_seq_length: largest number of tokens of a prompt, or None for no limit.
+        rules: see `prompt_entry`.
         first_row: number of the first prompt among the rows of all parts.
 
     Raises:
@@ -87,7 +88,7 @@ class EffortRows:
         """Process row `idx`.
 
         Raises:
-            DataError: its prompt cannot be rendered with its level.
+            DataError: the prompt cannot be rendered with its level.
         """
         level = drawn_level(self._levels, self._run_seed, self._phase, self._first_row + idx)
         return self._with_level(self._rows[idx], level)
@@ -122,7 +123,7 @@ class EffortRows:
 
 
 def leveled(chat: Chat, level: EffortLevelConfig) -> Chat:
-    """Return a copy of a chat with the system prompt and the template's variables of a level."""
+    """Return a copy of a chat with the system prompt and the chat template variables of a level."""
     messages: list[Message] = list(chat["messages"])
     if level.system_prompt is not None:
         is_first = bool(messages) and messages[0]["role"] == "system"
@@ -140,11 +141,11 @@ def with_effort_levels(
     tokenizer: TokenizerType,
     config: DataConfig,
 ) -> RunData:
-    """Give the prompts of a run their levels, or return the same data if there are no levels.
+    """Give the prompts of a run their levels. Return the data unchanged if there are no levels.
 
     Args:
         data: the prompts.
-        tokenizer: renders the prompts again.
+        tokenizer: tokenizer that renders the prompts again.
 
     Raises:
         ConfigError: the chat template does not read a variable of a level.
@@ -171,7 +172,7 @@ def with_effort_levels(
 
 
 def _check_variables(key: str, level: EffortLevelConfig, tokenizer: TokenizerType) -> None:
-    """Refuse variables that the chat template does not read: all levels would have the same prompt."""
+    """Refuse variables that the chat template does not read, with which all levels would have the same prompt."""
     taken = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
     template = str(tokenizer.chat_template or "")
     for variable in level.chat_template_kwargs:

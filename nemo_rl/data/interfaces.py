@@ -1,6 +1,6 @@
-"""Defines the types that data sets, processors, collate functions and rollouts share.
+"""Define the types that data sets, processors, collate functions and rollouts share.
 
-Invariant: a carrier declares every field with its meaning; code adds no other keys.
+Invariant: each type declares all its fields with their meaning, and code adds no other keys.
 """
 
 import dataclasses
@@ -40,11 +40,11 @@ __all__ = [
 ]
 
 type Message = dict[str, Any]
-"""One turn: `role` (system, user, assistant, environment, tool), `content` (a `Content`, for people),
-`token_ids` (1-D int64, the truth); assistant turns of an engine add `generation_logprobs`
-(1-D float32); training adds `token_loss_mask` (1-D int64). `counts` (bool) says whether a turn counts in the loss,
-where its role does not decide it. Engines that report the experts of tokens add
-`routed_experts` `[t, L, k]` to every message (`data.routed_experts`)."""
+"""One turn. It has `role` (system, user, assistant, environment, tool), `content` (a `Content`, for display) and
+`token_ids` (1-D int64, on which training and sampling rely). Assistant turns of an engine also have
+`generation_logprobs` (1-D float32), and training adds `token_loss_mask` (1-D int64). `counts` (bool) says whether a
+turn counts in the loss if its role does not decide this. If engines report the experts of tokens, every message has
+`routed_experts` `[t, L, k]` (`data.routed_experts`)."""
 
 LLMMessageLogType = list[Message]
 FlatMessagesType = dict[str, list[str] | torch.Tensor]
@@ -58,9 +58,9 @@ class Chat(TypedDict):
     messages: list[Message]
     """Messages with `role` and `content`."""
     tools: list[dict[str, Any]] | None
-    """Function schemas in OpenAI's form, None without any."""
+    """Function schemas in OpenAI's form, or None if there are none."""
     template_kwargs: NotRequired[Mapping[str, Any]]
-    """Variables for the chat template, besides those of the tokenizer."""
+    """Variables for the chat template, in addition to those of the tokenizer."""
 
 
 class DatumSpec(TypedDict):
@@ -72,20 +72,20 @@ class DatumSpec(TypedDict):
     extra_env_info: dict[str, Any] | None
     """Data that the environment needs to grade the answer, e.g. `ground_truth`."""
     loss_multiplier: float
-    """1.0, or 0.0 for a sample that must not train the model (prompt too long)."""
+    """1.0, or 0.0 for a sample that must not train the model because its prompt is too long."""
     idx: int
-    """Index of the row in the data set the loader iterates."""
+    """Index of the row in the data set that the loader iterates over."""
     task_name: NotRequired[str]
-    """Environment that grades the sample."""
+    """Name of the environment that grades the sample."""
     stop_strings: NotRequired[list[str] | None]
     chat: NotRequired[Chat]
     """Chat from which `message_log` was rendered; an environment's first observation is rendered with it."""
     row_inputs: NotRequired[RowInputs]
-    """Inputs of the model next to the tokens, for example pixel values; see `data.model_rows`."""
+    """Inputs of the model in addition to the tokens, for example pixel values (see `data.model_rows`)."""
     effort: NotRequired[str]
-    """Level of effort, see `data.effort_levels`."""
+    """Level of effort (see `data.effort_levels`)."""
     fault: NotRequired[str]
-    """Reason why the row cannot be used, in a datum that replaces it."""
+    """Reason why the row cannot be used, in a datum that replaces the row."""
 
 
 class PreferenceDatumSpec(TypedDict):
@@ -98,12 +98,12 @@ class PreferenceDatumSpec(TypedDict):
     loss_multiplier: float
     idx: int
     margin: NotRequired[float]
-    """Reward by which the chosen conversation should lead."""
+    """Difference of rewards by which the chosen conversation should lead."""
     row_inputs_chosen: NotRequired[RowInputs]
-    """As in `DatumSpec`, of `message_log_chosen`."""
+    """See `DatumSpec.row_inputs`; the inputs of `message_log_chosen`."""
     row_inputs_rejected: NotRequired[RowInputs]
     fault: NotRequired[str]
-    """As in `DatumSpec`."""
+    """See `DatumSpec.fault`."""
 
 
 class FeedbackDatumSpec(DatumSpec):
@@ -114,31 +114,31 @@ class FeedbackDatumSpec(DatumSpec):
 
 @dataclass
 class TaskDataSpec:
-    """The texts put around the rows of one data set.
+    """The texts that are put around the rows of one data set.
 
-    Both files are read when the object is made; their content, unchanged, is `prompt` and
-    `system_prompt` (None without a file).
+    Both files are read when the object is constructed. Their unchanged content is in `prompt` and `system_prompt`,
+    which are None without a file.
 
     Raises:
-        DataError: A file is missing, is not UTF-8, or is not a template `str.format` accepts.
+        DataError: A file is missing, is not UTF-8, or is no valid template for `str.format`.
     """
 
     task_name: str | None = None
-    """Name of the task; rows are graded by the environment of this name."""
+    """Name of the task, which is also the name of the environment that grades the rows."""
     prompt_file: PathLike | None = None
-    """UTF-8 text with one `{}` where the problem goes (`str.format` rules, so a literal brace is written twice)."""
+    """Path of a UTF-8 text with one `{}` for the problem. As in `str.format`, literal braces are written twice."""
     system_prompt_file: PathLike | None = None
-    """UTF-8 text sent as the system message."""
+    """Path of a UTF-8 text that becomes the system message."""
     stop_strings: list[str] | None = None
-    """Texts that end an answer, besides those of `policy.generation`."""
+    """Texts that end an answer, in addition to those of `policy.generation`."""
     text_rules: TextRules | None = None
-    """Roles whose texts are encoded as ordinary text; None means `TextRules()`."""
+    """Rules on which texts are encoded as ordinary text, or None for `TextRules()`."""
     tools: Sequence[Mapping[str, Any]] = ()
-    """Function schemas that every prompt offers, besides those of its row."""
+    """Function schemas that every prompt offers, in addition to those of its row."""
     may_leave_out: Collection[str] | None = None
-    """Parts of a row that the chat template may leave out; None means `MAY_LEAVE_OUT`."""
+    """Parts of a row that the chat template may leave out, or None for `MAY_LEAVE_OUT`."""
     keeps_rows: bool | None = None
-    """Whether `extra_env_info` of a prompt has the columns of its row."""
+    """Whether `extra_env_info` of a prompt has the columns of the row."""
     prompt: str | None = field(default=None, init=False)
     system_prompt: str | None = field(default=None, init=False)
 
@@ -149,20 +149,20 @@ class TaskDataSpec:
 
     @property
     def rules(self) -> TextRules:
-        """`text_rules`, or the usual ones."""
+        """`text_rules`, or the default rules if it is None."""
         return self.text_rules or TextRules()
 
     def copy_defaults(self, from_spec: "TaskDataSpec") -> None:
-        """Take every attribute that is None here from `from_spec`."""
+        """Set each attribute that is None to that of `from_spec`."""
         for attribute in dataclasses.fields(self):
             if getattr(self, attribute.name) is None:
                 setattr(self, attribute.name, getattr(from_spec, attribute.name))
 
     def format_problem(self, problem: str) -> str:
-        """Put `problem` into the prompt template, or return it unchanged without a template.
+        """Insert a problem into the prompt template, or return the problem unchanged if there is no template.
 
         Raises:
-            DataError: The template has no `{}`, or holds single braces that are not `{}`.
+            DataError: The template has no `{}`, or contains single braces that are not `{}`.
         """
         if self.prompt is None:
             return problem
@@ -193,12 +193,12 @@ class TaskDataProcessFnCallable(Protocol):
         max_seq_length: int | None,
         idx: int,
     ) -> DatumSpec:
-        """Return the datum, as the processors in `nemo_rl.data.processors` do."""
+        """Return the datum, like the processors in `nemo_rl.data.processors`."""
         ...
 
 
 TaskDataPreProcessFnCallable = Callable[[dict[str, Any]], dict[str, Any]]
-"""Turns a raw row into a formatted row (`messages`, `task_name`)."""
+"""Function that converts a raw row to a formatted row (`messages`, `task_name`)."""
 
 
 def _read_text(key: str, path: PathLike | None) -> str | None:

@@ -1,8 +1,8 @@
-"""Loads batches of prompts in an order that a resumed run repeats exactly.
+"""Load batches of prompts in an order that a resumed run repeats exactly.
 
-Wraps torchdata's `StatefulDataLoader`. Invariant: the order of epoch e is a function of (seed, e) alone, so the state
-of the loader is an epoch and a number of batches, and a loader with a restored state continues with the next batch.
-After `take` has drawn other than whole batches, the state names the batch that the next row is in.
+The loader extends torchdata's `StatefulDataLoader`. Invariant: the order of epoch e depends only on the seed and e. The
+state of the loader is therefore an epoch and a number of batches, and a loader with a restored state continues with the
+next batch. If `take` has drawn a part of a batch, the state counts this batch as started.
 """
 
 import gc
@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 
 
 class EpochSampler(Sampler[int]):
-    """Row indices of one epoch, from a position to an end, which `begin` sets.
+    """Row indices of one epoch, between two positions that `begin` sets.
 
     Args:
-        num_rows: Rows of the data set.
-        shuffle: Draw a new order for each epoch; otherwise 0, 1, 2, ...
+        num_rows: Number of rows of the data set.
+        shuffle: Whether to draw a new order for each epoch. If False, the order is 0, 1, 2, ...
         seed: Seed of the orders.
     """
 
@@ -41,7 +41,7 @@ class EpochSampler(Sampler[int]):
         self.begin(epoch=0, position=0, end=num_rows)
 
     def begin(self, epoch: int, position: int, end: int) -> None:
-        """Make the next `iter()` yield the rows of `epoch` from `position` to before `end`."""
+        """Make the next `iter()` yield the rows of `epoch` from `position` to `end - 1`."""
         self._epoch = epoch
         self._position = position
         self._end = end
@@ -53,7 +53,7 @@ class EpochSampler(Sampler[int]):
         return iter(self.order(self._epoch)[self._position : self._end])
 
     def order(self, epoch: int) -> list[int]:
-        """Return all rows of an epoch, in its order."""
+        """Return the indices of all rows of an epoch, in its order."""
         if self._known is None or self._known[0] != epoch:
             self._known = epoch, self._make_order(epoch)
         return self._known[1]
@@ -68,16 +68,16 @@ class EpochSampler(Sampler[int]):
 class PromptLoader(StatefulDataLoader):
     """A `StatefulDataLoader` whose state is an epoch and a number of batches.
 
-    Each `iter()` begins the next epoch, except the first one after `load_state_dict`, which yields
-    the rest of the saved epoch (nothing, if it was saved after the last batch). torchdata's own
-    state depends on the number of workers and counts epochs by calls of `iter()`; this one does
-    neither. Rows that are too long or cannot be used are reported by file and line.
+    Each `iter()` begins the next epoch, except the first one after `load_state_dict`, which yields the rest of the
+    saved epoch (nothing, if it was saved after the last batch). The state of torchdata's class depends on the number of
+    workers and counts epochs by calls of `iter()`. The state of this class does neither. Rows that are too long or
+    cannot be used are reported by file and line.
 
     Args:
-        sampler: Their order.
-        accept_changes: Also load positions that belong to other data, batch sizes or orders.
-        max_bad_row_share: Share of rows that one epoch may find unusable.
-        **kwargs: For `StatefulDataLoader`.
+        sampler: Sampler that determines the order of the rows.
+        accept_changes: Whether to load positions that belong to other data, batch sizes or orders.
+        max_bad_row_share: Largest share of unusable rows in an epoch.
+        **kwargs: Arguments of `StatefulDataLoader`.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class PromptLoader(StatefulDataLoader):
         self.epoch = 0
         """Number of finished epochs."""
         self.last_rows: list[int] = []
-        """Rows of the data set that are in the batch yielded last."""
+        """Indices of the rows in the last batch that was yielded."""
         self._accept_changes = accept_changes
         self._order = sampler
         self._faults = RowFaults(dataset, sampler.num_rows, max_bad_row_share)
@@ -101,7 +101,7 @@ class PromptLoader(StatefulDataLoader):
         self._in_progress = False
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches of the next epoch, or of the rest of a restored one."""
+        """Yield the batches of the next epoch, or the remaining batches of a restored epoch."""
         if self._in_progress:
             self._begin_epoch(self.epoch + 1)
         self._in_progress = True
@@ -117,7 +117,7 @@ class PromptLoader(StatefulDataLoader):
 
     @property
     def num_over_long(self) -> int:
-        """Number of too long prompts so far."""
+        """Number of prompts so far that were too long."""
         return self._faults.num_over_long
 
     @property
@@ -127,12 +127,12 @@ class PromptLoader(StatefulDataLoader):
 
     @property
     def num_rows(self) -> int:
-        """Rows of an epoch, including rows that do not fill its last batch."""
+        """Number of rows of an epoch, including rows that do not fill its last batch."""
         return self._order.num_rows
 
     @property
     def current_batch(self) -> list[int]:
-        """Rows of the batch, in the state's count of batches, that has the last drawn row of this epoch."""
+        """Indices of the rows in the last batch that was started in this epoch."""
         end = self._num_batches_done * self._size
         return self._order.order(self.epoch)[end - self._size : end]
 
@@ -143,7 +143,8 @@ class PromptLoader(StatefulDataLoader):
             num_rows: Largest number of rows.
 
         Returns:
-            Rows of this epoch only. If it has no more: an empty list, and the next call begins the next epoch.
+            Indices of rows of this epoch. If the epoch has no more rows, the list is empty, and the next call begins
+            the next epoch.
         """
         rows = self._next_rows(num_rows)
         self._num_rows_done += len(rows)
@@ -153,11 +154,11 @@ class PromptLoader(StatefulDataLoader):
         return rows
 
     def prepare(self, rows: Sequence[int], counted: Collection[int] = ()) -> Any:
-        """Make a batch of rows that were drawn by `take`, in this process and without moving the position.
+        """Make a batch of rows that were drawn by `take`, in this process and without changing the position.
 
         Args:
-            rows: Of the data set.
-            counted: Those that an earlier process has reported, if they cannot be used.
+            rows: Indices of rows of the data set.
+            counted: Indices of rows that an earlier process has already reported if they cannot be used.
         """
         assert self.collate_fn is not None
         batch = self.collate_fn([self.dataset[row] for row in rows])
@@ -165,7 +166,7 @@ class PromptLoader(StatefulDataLoader):
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, the batches that were started in it, and the settings that give them a meaning."""
+        """Return the epoch, the number of batches started in it, and the settings on which their meaning depends."""
         return {
             "epoch": self.epoch,
             "num_batches_done": self._num_batches_done,
@@ -175,8 +176,8 @@ class PromptLoader(StatefulDataLoader):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Make the next `iter()` continue after the finished batches.
 
-        With `accept_changes`, a position in other data becomes the same epoch and the same number of rows, rounded down
-        to whole batches.
+        With `accept_changes`, a position in other data is converted to the same epoch and the same number of rows,
+        rounded down to complete batches.
 
         Raises:
             DataError: The state belongs to other data, another seed, batch size or `shuffle`.
@@ -189,7 +190,7 @@ class PromptLoader(StatefulDataLoader):
             self._move(changed)
 
     def check_position(self, state_dict: dict[str, Any]) -> list[str]:
-        """Return the changes since a position was saved, and raise the errors of `load_state_dict`."""
+        """Return the changes since a position was saved. The method raises the errors of `load_state_dict`."""
         if "data_sets" in state_dict:
             raise DataError(
                 "the checkpoint's position is in data sets that are drawn by weights; this run shuffles them together. "
@@ -214,16 +215,16 @@ class PromptLoader(StatefulDataLoader):
 
     @property
     def _epoch_end(self) -> int:
-        """Rows of an epoch that are used."""
+        """Number of rows of an epoch that are used."""
         return min(len(self) * self._size, self._order.num_rows)
 
     @property
     def _num_batches_done(self) -> int:
-        """Batches of this epoch that were started."""
+        """Number of batches that were started in this epoch."""
         return math.ceil(self._num_rows_done / self._size)
 
     def _next_rows(self, num_rows: int) -> list[int]:
-        """Return the next rows of this epoch, at most `num_rows`."""
+        """Return the indices of up to `num_rows` next rows of this epoch."""
         start = self._num_rows_done
         return self._order.order(self.epoch)[start : min(start + num_rows, self._epoch_end)]
 
@@ -232,12 +233,12 @@ class PromptLoader(StatefulDataLoader):
         self._faults.begin_epoch()
 
     def _finish_epoch(self) -> None:
-        """Report the rows of this epoch that did not train, and go to the start of the next one."""
+        """Report the rows of this epoch that did not train, and go to the beginning of the next epoch."""
         self._faults.report()
         self._begin_epoch(self.epoch + 1)
 
     def _move(self, changed: list[str]) -> None:
-        """Round the position down to whole batches, in data that changed."""
+        """Round the position in changed data down to complete batches."""
         if self._num_rows_done < self._epoch_end:
             self._num_rows_done -= self._num_rows_done % self._size
         logger.warning(
@@ -275,23 +276,23 @@ def build_loader(
     accept_changes: bool = False,
     max_bad_row_share: float = 1.0,
 ) -> PromptLoader:
-    """Make the loader of a data set.
+    """Build the loader of a data set.
 
-    Each pass over the loader is one epoch. A new loader with the same arguments that loads a `state_dict()`, taken
-    between two batches, at an epoch's end or before its start, continues with the next batch; the number of workers
-    may differ.
+    Each pass over the loader is one epoch. A `state_dict()` can be taken between two batches, and before or after an
+    epoch. A new loader with the same arguments that loads this state continues with the next batch. Only the number of
+    workers may differ.
 
     Args:
         dataset: Data with `len()`, `[i]` and `place(i)`.
-        batch_size: Prompts in a batch.
-        shuffle: A new order each epoch.
+        batch_size: Number of prompts in a batch.
+        shuffle: Whether each epoch has a new order.
         seed: Seed of the orders.
-        num_workers: Processes that prepare prompts; 0 is this one.
-        drop_last: Leave out the rows of an epoch that do not fill a batch.
-        max_rows: Only the first rows of the data set; None: all.
-        collate_fn: Joins data into a batch.
-        accept_changes: Also continue from a position in other data, see `PromptLoader.load_state_dict`.
-        max_bad_row_share: Share of rows that one epoch may find unusable; above it iterating raises `DataError`.
+        num_workers: Number of processes that prepare prompts, or 0 for this process.
+        drop_last: Whether to leave out the rows of an epoch that do not fill a batch.
+        max_rows: Number of first rows of the data set to use, or None for all rows.
+        collate_fn: Function that joins data into a batch.
+        accept_changes: Whether to continue from a position in other data (see `PromptLoader.load_state_dict`).
+        max_bad_row_share: Largest share of unusable rows in an epoch. Above it, iterating raises `DataError`.
 
     Raises:
         DataError: An epoch would have no batch.
@@ -317,10 +318,11 @@ def build_loader(
 
 
 def _begin_worker(worker_id: int) -> None:
-    """Detach a forked data worker from the state that it shares with the run.
+    """Detach a forked data worker from the state that it inherited from the run.
 
-    The worker ignores Ctrl-C and a closed terminal, because the run ends it. Garbage collection must not touch objects
-    of the run (Ray's among them), because their clean-up waits for threads that exist only in the run's process.
+    The worker ignores Ctrl-C and a closed terminal, because the run ends it. Garbage collection must not clean up
+    objects of the run, such as Ray's, because their clean-up would wait for threads that exist only in the run's
+    process.
     """
     os.setpgid(0, 0)
     gc.freeze()

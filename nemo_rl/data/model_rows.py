@@ -1,13 +1,14 @@
-"""Carry what a model reads of a row next to its token ids, from the data processor to the model's forward.
+"""Carry the model inputs of a row besides its token ids from the data processor to the model's forward.
 
     processor ─► datum["row_inputs"] ─► collate: batch["row_inputs"], a list with one entry a row
                                            │  ranks and microbatches take rows, so they take list entries
                  rollout ─► engine         ▼
                                `forward_arguments`, `position_ids`: keyword arguments of the model's forward
 
-All decisions about batching are in this file. Token ids stay where rollouts extend them: in message logs, requests and
-`input_ids`. Invariant: the model's forward gets the items of all rows end to end, in the order of the rows' tokens,
-whether rows are padded or packed. A batch without such inputs has no key for them, and costs nothing.
+All decisions about batching these inputs are in this file. Token ids are not part of them, because rollouts extend
+token ids in message logs, requests and `input_ids`. Invariant: the model's forward gets the items of all rows
+concatenated, in the order of the rows' tokens, whether rows are padded or packed. A batch without such inputs has no
+key for them.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,12 +22,12 @@ from nemo_rl.distributed.tensor_transport import pack_tensors
 from nemo_rl.utils.errors import DataError
 
 ROW_INPUTS = "row_inputs"
-"""Key of a datum (one `RowInputs`) and of a batch (a list of B of them)."""
+"""Key of a datum (one `RowInputs`), and of a batch (a list of B `RowInputs`)."""
 
 TOKEN_ARGUMENTS = frozenset(
     ("input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "divided_row")
 )
-"""Arguments of a model's forward that the layout of the tokens makes."""
+"""Arguments of a model's forward that are computed from the layout of the tokens."""
 _RESERVED = TOKEN_ARGUMENTS | {
     "attention_mask",
     "cache_position",
@@ -38,11 +39,10 @@ _RESERVED = TOKEN_ARGUMENTS | {
 }
 
 type PositionRule = Callable[[Tensor, "RowInputs"], Tensor]
-"""Token ids `[n]` int64 of a row and its inputs -> their positions, `[n]` or `[d, n]` int64.
+"""Function that returns the positions `[n]` or `[d, n]` int64 of a row, given its token ids `[n]` int64 and its inputs.
 
-It is called again when a rollout has extended the row. A position may depend on the tokens up to its own only. Ray
-pickles it, so a module-level function is best.
-"""
+The function is called again when a rollout has extended the row. A position may depend only on the tokens up to this
+position. Ray pickles the function, so a module-level function is best."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,15 +50,14 @@ class RowInput:
     """One further input of one row."""
 
     values: Tensor
-    """`[n, ...]` on the CPU: n items of the row. n may differ between rows and may be 0; the shape of an item and the
-    dtype are the same in all rows."""
+    """The n items of the row, `[n, ...]` on the CPU. n may differ between rows and may be 0. The shape of an item and
+    the dtype must be the same in all rows."""
     lengths_as: str | None = None
-    """Name of the forward's argument that gets the number of items of each row, `[b]` int64; None: the forward needs no
-    such numbers."""
+    """Name of the forward's argument for the number of items of each row, `[b]` int64, or None if it has none."""
 
     @property
     def kind(self) -> tuple[torch.dtype, tuple[int, ...], str | None]:
-        """Dtype, shape of an item, and `lengths_as`: what all rows of a batch have in common."""
+        """Dtype, shape of an item, and `lengths_as`, which must be the same in all rows of a batch."""
         return self.values.dtype, tuple(self.values.shape[1:]), self.lengths_as
 
     def __str__(self) -> str:
@@ -68,19 +67,19 @@ class RowInput:
 
 @dataclass(frozen=True, eq=False)
 class RowInputs:
-    """Model inputs of one row besides its token ids. Copies share the tensors: do not write into them.
+    """Model inputs of one row besides its token ids. Copies share the tensors, which must not be changed in place.
 
     Raises:
-        DataError: a name is taken by another argument, or a value is not a tensor `[n, ...]` on the CPU.
+        DataError: a name is that of another argument, or a value is not a tensor `[n, ...]` on the CPU.
 
     Example:
         >>> RowInputs({"pixel_values": RowInput(torch.zeros(2, 3, 8, 8), lengths_as="num_images")})
     """
 
     inputs: Mapping[str, RowInput] = field(default_factory=dict)
-    """Inputs such as pixel values, by the name of the forward's argument."""
+    """Inputs, such as pixel values, by the name of the forward's argument."""
     positions: PositionRule | None = None
-    """How positions of the tokens are computed; None: 0 to n - 1."""
+    """Function that computes the positions of the tokens, or None for the positions 0 to n - 1."""
 
     def __post_init__(self) -> None:
         """Check names and tensors."""
@@ -104,7 +103,7 @@ class RowInputs:
         """Return the inputs as tensors and plain values for a checkpoint.
 
         Raises:
-            DataError: the row has a position rule; a checkpoint holds no functions.
+            DataError: the row has a position rule, because a checkpoint cannot contain functions.
         """
         if self.positions is not None:
             raise DataError(
@@ -119,11 +118,11 @@ class RowInputs:
 
     @property
     def argument_names(self) -> list[str]:
-        """Arguments of the model's forward that the inputs fill."""
+        """Names of the arguments of the model's forward that the inputs fill."""
         return [*self.inputs, *(given.lengths_as for given in self.inputs.values() if given.lengths_as is not None)]
 
     def without_items(self) -> Self:
-        """Copy the inputs with n = 0 and plain positions, for a filler row and for a row that was cut."""
+        """Copy the inputs with n = 0 and without a position rule, for a filler row and for a row that was cut."""
         empty = {name: RowInput(given.values[:0], given.lengths_as) for name, given in self.inputs.items()}
         return type(self)(empty)
 
@@ -143,7 +142,7 @@ def row_inputs_of(data: Sequence[Mapping[str, Any]], key: str = ROW_INPUTS) -> d
     """Collate the inputs of B data.
 
     Returns:
-        `row_inputs` (list of B); empty if no datum has any.
+        `row_inputs` (a list of B items), or an empty mapping if no datum has inputs.
 
     Raises:
         DataError: see `completed`.
@@ -154,9 +153,9 @@ def row_inputs_of(data: Sequence[Mapping[str, Any]], key: str = ROW_INPUTS) -> d
 
 
 def completed(column: Sequence[RowInputs | None]) -> list[RowInputs]:
-    """Give every row the inputs that any row has, without items for a row that lacked the input.
+    """Give every row all inputs that any row has. A row that lacks an input gets it with 0 items.
 
-    So all microbatches on all ranks call the model with the same arguments.
+    In this way, all microbatches on all ranks call the model with the same arguments.
 
     Raises:
         DataError: rows give an input of one name with different dtypes or shapes.
@@ -185,10 +184,11 @@ def forward_arguments(column: Sequence[RowInputs]) -> dict[str, Tensor]:
     """Concatenate the inputs of the rows of one forward pass.
 
     Args:
-        column: of b rows, as `completed` returns them, in the order of their tokens.
+        column: inputs of b rows, as `completed` returns them, in the order of the rows' tokens.
 
     Returns:
-        Each input `[n_0 + ... + n_(b-1), ...]`, and the `[b]` int64 numbers that inputs ask for, by argument.
+        By argument name: each input `[n_0 + ... + n_(b-1), ...]`, and the numbers of items `[b]` int64 of inputs with
+        `lengths_as`.
     """
     arguments: dict[str, Tensor] = {}
     for name, first in column[0].inputs.items():
@@ -200,7 +200,7 @@ def forward_arguments(column: Sequence[RowInputs]) -> dict[str, Tensor]:
 
 
 def has_position_rule(column: Iterable[RowInputs]) -> bool:
-    """Return whether any row computes its own positions."""
+    """Return whether any row has a position rule."""
     return any(row.positions is not None for row in column)
 
 
@@ -222,16 +222,16 @@ def row_positions(token_ids: Tensor, inputs: RowInputs) -> Tensor:
 
 
 def position_ids(rows: Sequence[Tensor], column: Sequence[RowInputs], width: int, layout: str) -> Tensor:
-    """Lay the positions of rows out as their tokens.
+    """Arrange the positions of rows in the layout of their tokens.
 
     Args:
-        rows: token ids `[n]` of each of b rows.
-        width: tokens of a padded row, or of the packed one with its filler.
-        layout: "right" or "left" for rows padded there, "packed" for rows end to end.
+        rows: token ids of b rows, each `[n]`.
+        width: number of tokens of a padded row, or of the packed row with its filler.
+        layout: "right" or "left" for rows that are padded on this side, or "packed" for concatenated rows.
 
     Returns:
-        `[b, width]`, or `[1, width]` packed; `[d, b, width]` where a rule has d dimensions. 0 on padding; a filler
-        after packed rows counts from 0.
+        Positions `[b, width]`, or `[1, width]` if packed, with a first axis d if a rule returns d dimensions. They are
+        0 on padding, and count from 0 in the filler after packed rows.
 
     Raises:
         DataError: rules of different rows have different numbers of dimensions.
@@ -247,7 +247,7 @@ def position_ids(rows: Sequence[Tensor], column: Sequence[RowInputs], width: int
 
 
 def _of_one_shape(positions: list[Tensor]) -> list[Tensor]:
-    """Repeat `[n]` positions in every dimension where other rows have `[d, n]`."""
+    """Repeat positions `[n]` for each dimension if other rows have positions `[d, n]`."""
     sizes = sorted({len(own) for own in positions if own.dim() == 2})
     if not sizes:
         return positions

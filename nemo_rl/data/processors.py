@@ -1,8 +1,8 @@
-"""Processors turn one row of a data set into a datum with token ids: here prompts, in `conversations` whole chats.
+"""Convert one row of a data set to a prompt with token ids. `messages.conversations` does so for whole conversations.
 
-A processor is chosen by name (`data.train.processor`) and called for each row when it is needed. Invariant: a prompt's
-token ids are those of the rendered chat, made once; a prompt that is too long becomes a short stub with
-`loss_multiplier` 0 and is never trained on.
+A processor is chosen by name (`data.train.processor`) and called for each row when it is needed. Invariant: the token
+ids of a prompt are those of the rendered chat, and are made only once. A prompt that is too long becomes a short stub
+with `loss_multiplier` 0, and is never trained on.
 """
 
 from collections.abc import Callable, Mapping
@@ -55,11 +55,11 @@ def math_hf_data_processor(
     max_seq_length: int | None,
     idx: int,
 ) -> DatumSpec:
-    """Make a prompt from a row's `messages`: all but the last are the prompt, the last is the answer.
+    """Make a prompt from a row's `messages`, of which the last one is the answer.
 
-    The log holds one user entry: the rendered chat, generation prompt included.
-    `extra_env_info.ground_truth` is the text of the answer. The row's `tools` (a list of function schemas, or its
-    JSON text) are offered in the chat and are in `extra_env_info.tools`.
+    The log has one user message with the rendered chat, including the generation prompt. `extra_env_info.ground_truth`
+    is the text of the answer. The chat offers the row's `tools` (a list of function schemas, or its JSON text), which
+    are also in `extra_env_info.tools`.
     """
     *prompt, answer = datum_dict["messages"]
     how = _Rendering(task_data_spec, tokenizer, max_seq_length, idx)
@@ -73,7 +73,7 @@ def math_data_processor(
     max_seq_length: int | None,
     idx: int,
 ) -> DatumSpec:
-    """Make a prompt from a row's `problem`, and its `ground_truth` from `expected_answer`."""
+    """Make a prompt from a row's `problem`, with `ground_truth` from `expected_answer`."""
     problem, answer = _take(datum_dict, "math_data_processor", "problem", "expected_answer")
     how = _Rendering(task_data_spec, tokenizer, max_seq_length, idx)
     return _prompt_datum([{"role": "user", "content": str(problem)}], {"ground_truth": str(answer)}, datum_dict, how)
@@ -88,14 +88,15 @@ def episode_data_processor(
 ) -> DatumSpec:
     """Make the beginning of a prompt to which the environment adds its first message (`open_episode`).
 
-    It has all of the row's `messages`, often none, after the system prompt. `extra_env_info` is that of the row.
+    The prompt begins with the system prompt, followed by the row's `messages`, of which there are often none.
+    `extra_env_info` is that of the row.
     """
     how = _Rendering(task_data_spec, tokenizer, max_seq_length, idx)
     return _prompt_datum(list(datum_dict["messages"]), dict(datum_dict["extra_env_info"]), datum_dict, how)
 
 
 GYM_ROW = "gym_row"
-"""Key of `extra_env_info` for a whole row of NeMo Gym."""
+"""Key of `extra_env_info` for a complete row of NeMo Gym."""
 
 
 def nemo_gym_data_processor(
@@ -105,12 +106,13 @@ def nemo_gym_data_processor(
     max_seq_length: int | None,
     idx: int,
 ) -> DatumSpec:
-    """Make a prompt from a row of `NemoGymDataset`: messages and tools of the agent's first request.
+    """Make a prompt from a row of `NemoGymDataset`, with the messages and tools of the agent's first request.
 
-    `extra_env_info.gym_row` is the row, which the agent gets as it is.
+    `extra_env_info.gym_row` is the row, which the agent gets unchanged.
 
     Raises:
-        DataError: the row is of another data set, or a text would be added to the prompt that the agent does not get.
+        DataError: the row is of another data set, or the configuration adds texts to the prompt that the agent would
+            not get.
     """
     _, info = _take(datum_dict, "nemo_gym_data_processor", "messages", "extra_env_info")
     for key in ("prompt_file", "system_prompt_file"):
@@ -132,8 +134,8 @@ def multichoice_qa_processor(
 ) -> DatumSpec:
     """Make a prompt from `question`, `options` (a list, or a dict by letter) and `answer`.
 
-    The text of the prompt file comes first (it has no placeholder), then the question and the
-    lettered options. `ground_truth` is the letter; an integer answer is an index.
+    The text of the prompt file, which has no placeholder, comes first, followed by the question and the lettered
+    options. `ground_truth` is the letter of the answer. An integer in `answer` is the index of an option.
     """
     question, options, answer = _take(datum_dict, "multichoice_qa_processor", "question", "options", "answer")
     if not isinstance(options, Mapping):
@@ -170,7 +172,7 @@ PROCESSOR_REGISTRY: dict[str, TaskDataProcessFnCallable] = {
 
 
 def register_processor(processor_name: str, processor_function: TaskDataProcessFnCallable) -> None:
-    """Make a processor available to the config by name.
+    """Register a processor under a name that configurations can use.
 
     Raises:
         DataError: Another function already has the name.
@@ -182,7 +184,7 @@ def register_processor(processor_name: str, processor_function: TaskDataProcessF
 
 
 def get_processor(processor_name: str | None) -> TaskDataProcessFnCallable:
-    """Return the processor of this name, or "default" for None.
+    """Return the processor with a name. None stands for the name "default".
 
     Raises:
         DataError: There is no such processor.
@@ -214,7 +216,7 @@ def columns_of(processor: Callable[..., Any]) -> frozenset[str] | None:
 
 
 class _Rendering(NamedTuple):
-    """Arguments for turning a prompt into tokens: spec, tokenizer, limit, and the row's index."""
+    """Arguments for rendering a prompt: specification, tokenizer, length limit, and the row's index."""
 
     spec: TaskDataSpec
     tokenizer: TokenizerType
@@ -240,13 +242,13 @@ def _prompt_datum(prompt: list[Message], info: dict[str, Any], row: dict[str, An
 
 
 _NO_MESSAGE_YET: Message = {"role": "user", "content": ""}
-"""Stands for the environment's first message in a prompt without any; templates refuse a chat without messages."""
+"""Message in place of the environment's first message in a prompt without messages, which templates would refuse."""
 
 
 def opening_entry(
     chat: Chat, tokenizer: TokenizerType, longest: int | None = None, rules: TextRules | None = None
 ) -> Message:
-    """Return the single entry of a prompt (arguments of `prompt_entry`) whose first message may still be missing."""
+    """Return the single log message of a prompt whose first message may still be missing (see `prompt_entry`)."""
     shown: Chat = chat if chat["messages"] else {**chat, "messages": [_NO_MESSAGE_YET]}
     return prompt_entry(shown, tokenizer, longest, rules)
 
@@ -254,13 +256,13 @@ def opening_entry(
 def prompt_entry(
     chat: Chat, tokenizer: TokenizerType, longest: int | None = None, rules: TextRules | None = None
 ) -> Message:
-    """Return the single entry of a prompt's log: its rendered chat, generation prompt included.
+    """Return the single log message of a prompt, with its rendered chat and the generation prompt.
 
     Args:
-        chat: messages and tools, and variables for the template.
-        tokenizer: renders and tokenises.
+        chat: messages, tools, and variables for the template.
+        tokenizer: tokenizer that renders and tokenises.
         longest: see `encode_text`.
-        rules: roles whose control tokens are ordinary text; None means `TextRules()`.
+        rules: rules on which texts are encoded as ordinary text, or None for `TextRules()`.
     """
     control, rules = control_tokens_of(tokenizer), rules or TextRules()
     messages, tools = control.quoted_chat(chat["messages"], rules), control.quoted_tools(chat["tools"], rules)
@@ -281,7 +283,7 @@ def _take(datum_dict: dict[str, Any], processor: str, *keys: str) -> list[Any]:
 
 
 def _literal(spec: TaskDataSpec) -> str:
-    """Return the text of a prompt file without placeholder, with doubled braces as single ones."""
+    """Return the text of a prompt file without a placeholder. Doubled braces become single braces."""
     assert spec.prompt is not None
     try:
         return spec.prompt.format()

@@ -3,8 +3,8 @@
     engine: [P + n, L, k] of prompt and answer ─► note_experts: each message has those of its tokens
                                                       └─► padded_experts: [B, T, L, k] of the batch ─► `layout`
 
-L is the number of layers with experts, in the order of the layers, and k the experts of a token in each. Invariant: a
-token has its experts of all layers, or `NOT_REPORTED` in all of them: then the trainer's routers choose.
+L is the number of layers with experts, and k the number of experts of a token in each layer. Invariant: a token has its
+experts for all layers, or `NOT_REPORTED` for all layers. In the second case the trainer's routers choose the experts.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,26 +16,26 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 ROUTED_EXPERTS = "routed_experts"
-"""Key of a message, `[t, L, k]`, and of a batch, `[B, T, L, k]`; absent where no engine reports experts."""
+"""Key of a message for `[t, L, k]`, and of a batch for `[B, T, L, k]`. It is absent if no engine reports experts."""
 NOT_REPORTED = -1
-"""Marks a token whose experts the engine has not reported."""
+"""Number in place of the experts of a token for which the engine has not reported any."""
 
 type Experts = NDArray[np.signedinteger[Any]]
 
 
 def experts_dtype(num_experts: int) -> np.dtype[np.signedinteger[Any]]:
-    """Return the smallest of int8, int16 and int32 that holds the experts' numbers and `NOT_REPORTED`."""
+    """Return the smallest of int8, int16 and int32 that can represent the experts' numbers and `NOT_REPORTED`."""
     fitting = (np.int8, np.int16, np.int32)
     return np.dtype(next(kind for kind in fitting if num_experts - 1 <= np.iinfo(kind).max))
 
 
 def with_unreported(reported: NDArray[Any], num_tokens: int, num_experts: int) -> Experts:
-    """Return experts of all tokens of a prompt and its answer.
+    """Return the experts of all tokens of a prompt and its answer, with `NOT_REPORTED` where they are missing.
 
     Args:
         reported: `[m, L, k]` experts of the first m tokens, of any integer dtype.
-        num_tokens: tokens of prompt and answer; the last one was sampled, but no layer has seen it.
-        num_experts: of each layer, for the dtype.
+        num_tokens: number of tokens of prompt and answer. The last token was sampled, but no layer has processed it.
+        num_experts: number of experts of each layer, which determines the dtype.
     """
     whole = np.full((num_tokens, *reported.shape[1:]), NOT_REPORTED, dtype=experts_dtype(num_experts))
     whole[: len(reported)] = reported[:num_tokens]
@@ -43,17 +43,18 @@ def with_unreported(reported: NDArray[Any], num_tokens: int, num_experts: int) -
 
 
 def note_experts(log: Sequence[dict[str, Any]], experts: Experts | None) -> None:
-    """Write the experts of a conversation into its messages.
+    """Store the experts of a conversation in its messages.
 
-    Tokens that have experts keep them: those of an answer are the experts with which it was sampled, while a later turn
-    may have read it again. So a later turn adds the last token of an answer, and observations.
+    Tokens that already have experts keep them, because an answer's experts must be those with which it was sampled, and
+    a later turn may have processed its tokens again. A later turn therefore only adds the experts of the answer's last
+    token and of observations.
 
     Args:
         log: the messages of the conversation up to an answer, with `token_ids`.
-        experts: of all their tokens, `[P + n, L, k]`; None: not reported.
+        experts: experts of all tokens of these messages, `[P + n, L, k]`, or None if they were not reported.
 
     Raises:
-        ValueError: the experts are of another number of tokens.
+        ValueError: the number of tokens in `experts` differs from that of the messages.
     """
     if experts is None:
         return
@@ -66,7 +67,7 @@ def note_experts(log: Sequence[dict[str, Any]], experts: Experts | None) -> None
 
 
 def joined_experts(messages: Sequence[dict[str, Any]]) -> Experts | None:
-    """Return the experts of messages end to end, `[N, L, k]`, or None if no message has any."""
+    """Return the concatenated experts of messages, `[N, L, k]`, or None if no message has any."""
     first: Tensor | None = next((m[ROUTED_EXPERTS] for m in messages if ROUTED_EXPERTS in m), None)
     if first is None:
         return None
@@ -86,8 +87,8 @@ def padded_experts(rows: Iterable[Experts | None], width: int) -> Tensor | None:
     """Return the experts of rows as `[B, T, L, k]`, with `NOT_REPORTED` on padding, or None if no row has any.
 
     Args:
-        rows: experts of each row, `[n, L, k]`; None: a row without any.
-        width: tokens of the longest row, T.
+        rows: experts of each row, `[n, L, k]`, or None for a row without experts.
+        width: number of tokens T of the longest row.
     """
     given = list(rows)
     first = next((row for row in given if row is not None), None)

@@ -1,4 +1,4 @@
-"""Loads a tokenizer as configured in `policy.tokenizer`.
+"""Load a tokenizer as configured in `policy.tokenizer`.
 
 Invariant: a loaded tokenizer always has a pad token, and renders chats exactly as configured.
 """
@@ -21,7 +21,7 @@ from nemo_rl.utils.errors import ConfigError, DeadlineExceededError, NotBuiltErr
 logger = logging.getLogger(__name__)
 
 TEMPLATE_LIMIT_S = 10.0
-"""Seconds for a chat template to render a few short chats."""
+"""Time limit in seconds for a chat template to render a few short chats."""
 _TEMPLATE_MEMORY_MB = 512
 _TOOL = {
     "type": "function",
@@ -39,10 +39,10 @@ _MORE_CHATS: list[list[dict[str, Any]]] = [
     ],
     _ASKED[1:] * 50,
 ]
-"""Chats that a template renders before it is used."""
+"""Chats that a chat template has to render before it is used."""
 
 PASSTHROUGH_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-"""Chat template that writes the contents of the messages and nothing else."""
+"""Chat template that writes only the contents of the messages."""
 
 
 def get_tokenizer(
@@ -55,18 +55,18 @@ def get_tokenizer(
     """Load the tokenizer and set its chat template and pad token.
 
     Args:
-        tokenizer_config: `name` is a local folder or a hub id. `chat_template` is "default" (the
-            tokenizer's own), None (contents only, no markers), the path of a `*.jinja` file, or a
-            template text. `chat_template_kwargs` are passed to every `apply_chat_template` call;
-            a call's own arguments override them. A dict is checked and filled in.
+        tokenizer_config: `name` is a local folder or a hub id. `chat_template` is "default" (the tokenizer's own
+            template), None (contents of messages only), the path of a `*.jinja` file, or the text of a template.
+            `chat_template_kwargs` are passed to every `apply_chat_template` call; a call's own arguments override them.
+            A dict is checked and completed with defaults.
         get_processor: Must be False.
-        trust_remote_code: Run tokenizer code that comes with the model.
+        trust_remote_code: Whether to run tokenizer code that comes with the model.
         section: Section of the configuration that names the model, for messages.
 
     Raises:
         ConfigError: The tokenizer or the template file cannot be loaded, the template does not end or leaves out the
             messages, or there is neither a pad nor an end-of-sequence token.
-        NotBuiltError: `get_processor`.
+        NotBuiltError: `get_processor` is True.
     """
     if get_processor:
         raise NotBuiltError("get_processor=True belongs to multimodal data (VLM), which is not built yet.")
@@ -120,8 +120,8 @@ def _set_chat_template(tokenizer: TokenizerType, chat_template: str | None, name
 def _require_messages(tokenizer: TokenizerType, section: str) -> None:
     """Refuse a chat template that does not end, takes much memory, or renders every question to the same text.
 
-    The folder of a model may be a stranger's, so its template renders short chats in a process with limits first.
-    Errors that the template itself raises are reported with the data.
+    The files of a model may come from anyone. For this reason its template first renders short chats in a process with
+    limits. Errors that the template itself raises are reported later, together with the data.
     """
     if tokenizer.chat_template is None:
         return
@@ -145,7 +145,7 @@ def _require_messages(tokenizer: TokenizerType, section: str) -> None:
 
 
 def _text_of_any_question(tokenizer: TokenizerType) -> str | None:
-    """Render short chats of all kinds, and return the beginning of the text if two questions make the same one."""
+    """Render short chats of all kinds, and return the beginning of a text that is the same for two questions."""
     questions = [[{"role": "user", "content": question}] for question in ("QUESTION", "ANOTHER")]
     texts = [_rendered(tokenizer, chat, False) for chat in questions]
     for chat in (questions[0], *_MORE_CHATS):
@@ -168,7 +168,7 @@ def ensure_pad_token(tokenizer: TokenizerType, name: str) -> None:
     """Use the end-of-sequence token as pad token if the tokenizer has no pad token.
 
     Raises:
-        ConfigError: The tokenizer has neither.
+        ConfigError: The tokenizer has neither token.
     """
     if tokenizer.pad_token is not None:
         return
@@ -189,8 +189,8 @@ def ensure_pad_token(tokenizer: TokenizerType, name: str) -> None:
 def ensure_distinct_pad_token(tokenizer: TokenizerType) -> None:
     """Set a pad token that differs from the end-of-sequence token.
 
-    A sequence classifier finds the last token of a padded sequence by looking for padding; a sequence that
-    ends with the pad token would lose its end.
+    A sequence classifier finds the last token of a padded sequence by the padding after it. A sequence that itself ends
+    with the pad token would therefore lose this token.
 
     Raises:
         ConfigError: The tokenizer has no other token to pad with.

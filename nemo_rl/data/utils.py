@@ -1,4 +1,4 @@
-"""Loads data sets with the functions that programs for NeMo RL call, each around a function of this library."""
+"""Load data sets with the functions that programs for NeMo RL call. Each one calls a function of this library."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,17 +23,17 @@ def setup_response_data(
     """Load, check and combine all data sets of prompts (see `data.datasets.setup.setup_response_data`).
 
     Args:
-        tokenizer: Renders and tokenises prompts.
-        env_configs: `env` of the configuration; None when answers are not graded (evaluation, distillation).
+        tokenizer: Tokenizer that renders and tokenises prompts.
+        env_configs: Section `env` of the configuration, or None if answers are not graded (distillation).
         is_vlm: Must be False.
 
     Returns:
-        Training rows and validation rows (or None). With `env_configs` also two mappings from task name to the section
-        of its environment, for training and validation; `setup(..., environments=...)` starts each environment once.
+        Training rows and validation rows (or None). With `env_configs`, also two mappings from task name to the section
+        of its environment, for training and validation. `setup(..., environments=...)` starts each environment once.
 
     Raises:
-        NotBuiltError: `is_vlm`.
-        ConfigError, DataError: As `data.datasets.setup.setup_response_data`.
+        NotBuiltError: `is_vlm` is True.
+        ConfigError, DataError: See `data.datasets.setup.setup_response_data`.
     """
     if is_vlm:
         raise NotBuiltError("is_vlm=True belongs to multimodal data (VLM), which is not built yet.")
@@ -53,7 +53,7 @@ def setup_preference_data(
     """Load, check and combine all data sets of pairs (see `data.datasets.setup.setup_preference_data`).
 
     Returns:
-        Training rows, and validation rows by the name of their entry; without a name they are "default".
+        Training rows, and validation rows by the name of their data set. Rows without a name are under "default".
     """
     data = setup.setup_preference_data(tokenizer, SupervisedDataConfig.of(data_config))
     unnamed = {} if data.validation is None else {UNNAMED: data.validation}
@@ -61,7 +61,7 @@ def setup_preference_data(
 
 
 def environment_sections(env_configs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sections of environments, checked and filled in if they have a schema.
+    """Return the sections of environments. Those with a schema are checked and completed with defaults.
 
     Raises:
         ConfigError: A key is unknown or wrong.

@@ -1,8 +1,8 @@
-"""The interface of environments, and what they return.
+"""The interface of environments, and the results that their methods return.
 
 A user implements `EnvironmentInterface`; the actor that hosts it turns its `EnvironmentReturn` into one `StepResult`
 for each sample, which rollouts get from `workers.client`. Invariant: a sample whose reward could not be computed has
-the reason in `errors`; a number is always a real reward.
+the reason in `errors`, so a reward without an error is always a computed one.
 """
 
 import abc
@@ -26,9 +26,9 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):  # noqa: UP046  (Metada
     observations: list[dict[str, Any]]
     """B messages with `role` and `content`, a text or a list of text parts. The conversation continues through the chat
     template, where the role "environment" is rendered as "user" and other roles ("tool") are unchanged. An observation
-    of several messages has them in `messages` too, a list, which is rendered instead."""
+    of several messages also has a list `messages`, which is rendered in place of `role` and `content`."""
     metadata: list[MetadataT]
-    """B items, passed to the next `step` of the same sample; None drops them."""
+    """B items, each passed to the next `step` of the same sample. An item that is None is passed on as None."""
     next_stop_strings: list[list[str] | None] | list[None]
     """B lists of stop strings for the next turn only, which replace those of the prompt and are added to
     `policy.generation.stop_strings`; None keeps those of the prompt."""
@@ -37,13 +37,13 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):  # noqa: UP046  (Metada
     terminateds: Tensor
     """[B] bool, True where the episode is over."""
     answers: list[str | None] | None = None
-    """B extracted answers (None where none was found), or None for all."""
+    """B extracted answers, each None if none was found, or None in place of the list if no answers are extracted."""
     errors: list[str | None] | None = None
-    """None, or B items: the reason why the sample's reward could not be computed, None if it was computed. The reward
-    of a sample with a reason is ignored, and the sample does not train the model."""
+    """B reasons why the sample's reward could not be computed, each None if it was computed, or None if all were. The
+    reward of a sample with a reason is ignored, and the sample does not train the model."""
     invalid_tool_calls: list[bool] | None = None
-    """None, or [B] bool: whether the last turn has a tool call that cannot be made; see
-    `grpo.invalid_tool_call_advantage`."""
+    """B values: True if the last turn has a tool call that cannot be made (see `grpo.invalid_tool_call_advantage`).
+    None if no turn has such a call."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class EpisodeStart(Generic[MetadataT]):  # noqa: UP046
     metadata: MetadataT
     """Metadata for the first `step`, which replaces the prompt's `extra_env_info`."""
     observation: dict[str, Any] | None = None
-    """One more message of the prompt, with `role` and `content`, or several in `messages` as in
-    `EnvironmentReturn.observations`; None adds no message."""
+    """Message with `role` and `content` that is added to the prompt, or several messages in `messages` as in
+    `EnvironmentReturn.observations`. None adds no message."""
     error: str | None = None
-    """Reason why the episode could not be opened; such a sample is not played and does not train."""
+    """Reason why the episode could not be opened, or None. A sample with a reason is not played and does not train."""
     aborted: bool = False
-    """With an error: the environment missed its deadline or died, rather than to raise."""
+    """With an error: True if the environment missed its deadline or died, and False if it raised."""
 
 
 class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
@@ -72,52 +72,53 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
     """
 
     max_concurrent_steps: ClassVar[int] = 1
-    """How many calls of `step` may run at the same time. With 1 they run on the main thread of their process, one after
-    another; with more `step` must be thread-safe. If it is a coroutine function, 1 stands for 1000."""
+    """Number of calls of `step` that may run at the same time. With 1, calls run one after another on the main thread
+    of their process. With more, `step` must be thread-safe. If `step` is a coroutine function, 1 stands for 1000."""
     steps_samples_alone: ClassVar[bool | None] = None
-    """Whether each sample is its own call of `step` (B is 1), so that a slow one delays no other;
-    `max_concurrent_steps` of them run at the same time. Otherwise the samples whose turns end in the same moment are
-    one call, and all get their results when the slowest one has its own. None: yes if `step` is a coroutine
-    function."""
+    """Whether each sample gets its own call of `step` (B is 1), so that a slow sample delays no other. At most
+    `max_concurrent_steps` of these calls run at the same time. If False, samples whose turns end at the same moment
+    share one call, and get their results when the slowest of them is finished. None stands for True if `step` is a
+    coroutine function, and otherwise for False."""
     gives_answers: ClassVar[bool] = False
-    """Whether `step` takes the keyword `return_extracted_answer`."""
+    """Whether `step` has the keyword argument `return_extracted_answer`."""
     reads_token_ids: ClassVar[bool] = False
-    """Whether the messages of `step` also have their `token_ids`, [t] int64; otherwise only `role` and `content`, a
-    text without special tokens."""
+    """Whether the messages that `step` gets also have their `token_ids`, [t] int64. If False, messages have only `role`
+    and `content`, a text without special tokens."""
     config_class: ClassVar[type | None] = None
-    """Dataclass or pydantic model that the environment's section has to fit, checked before Ray starts; None checks
-    nothing. The environment still gets the dict."""
+    """Dataclass or pydantic model that the environment's section has to fit, which is checked before Ray starts. None
+    checks nothing. The constructor gets the section as a dict in both cases."""
     post_processes_groups: ClassVar[bool] = False
-    """Whether `global_post_process_and_metrics` is called for the samples of each prompt as soon as they are finished;
-    otherwise once for all samples of a collection."""
+    """Whether `global_post_process_and_metrics` is called for the samples of each prompt as soon as they are finished.
+    If False, it is called once for all samples of a collection."""
     reads_chat: ClassVar[bool] = False
-    """Whether the conversations that `step` gets begin with the messages of the prompt, as the data has them, for
-    environments that render them again (a judge has its own chat template). Otherwise the prompt is one message, its
-    rendered text. Data without messages (`DatumSpec.chat`) gives that text in any case."""
+    """Whether conversations begin with the prompt's messages as they are in the data, for environments that render the
+    messages again (a judge has its own chat template). If False, or if the data has no messages (`DatumSpec.chat`), the
+    prompt is one message with the rendered text."""
     continues_episodes: ClassVar[bool | None] = None
-    """Whether an episode can continue in another process, from its messages and `metadata` alone: a run that resumes
-    from a checkpoint then continues its unfinished samples. Otherwise they start again from their prompts. None: yes,
-    unless the class overrides `close_episode`, which releases what a process holds."""
+    """Whether an episode can continue in another process, from its messages and `metadata` alone. A run that resumes
+    from a checkpoint then continues its unfinished samples. If False, these samples start again from their prompts.
+    None stands for True, unless the class overrides `close_episode`, which releases what a process holds."""
     pooled: ClassVar[bool] = False
     """Whether the environment may run in several actors, as many as the key `num_workers` of its section says (default
-    1); all calls for an episode go to the same one. Otherwise it has one actor, and a key `num_workers` is its own."""
+    1); all calls for an episode go to the same actor. If False, it has one actor, and `num_workers` has no meaning for
+    the library."""
     calls_own_code: ClassVar[bool] = False
-    """Whether a class of the library calls the user's functions, which are tried before engines start."""
+    """Whether a class of the library calls functions of the user, which are tried out before engines start."""
     runs_agents: ClassVar[bool] = False
     """Whether `step` runs a program that samples from the policy itself, through an endpoint of the run. Each sample is
-    then one call of `step`, without a response before it; its metadata, a dict, also has `agent` with the endpoint's
+    then one call of `step` without a response before it, and its metadata (a dict) also has `agent` with the endpoint's
     address and a key. See `nemo_rl.agents.programs`."""
 
     @classmethod
     def check_section(  # noqa: B027  (optional hook)
         cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None
     ) -> None:
-        """Refuse a section that the constructor would refuse, without starting anything, before the driver starts Ray.
+        """Refuse a section that the constructor would refuse. The driver calls this before it starts Ray.
 
         Args:
             section: section of the environment, which fits `config_class`.
-            place: its key, for messages: `env.<name>`.
-            tokenizer: tokenizer of the policy; None in the checks that read neither tokenizers nor data.
+            place: key of the section, for messages: `env.<name>`.
+            tokenizer: tokenizer of the policy, or None in checks that read neither tokenizers nor data.
 
         Raises:
             ConfigError: a key of the section cannot be used.
@@ -142,16 +143,17 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
         message_log_batch: list["LLMMessageLogType"],
         metadata: list[MetadataT],
     ) -> EnvironmentReturn[MetadataT]:
-        """Take the last turn of B conversations.
+        """Answer and reward the last turn of B conversations.
 
         Args:
             message_log_batch: B conversations of messages with `role` and `content`.
-            metadata: B items: `extra_env_info` of the prompt, or what `open_episode` made of it, at first, then
-                what the last `step` of the same sample returned.
+            metadata: B items. In the first turn, an item is `extra_env_info` of the prompt or the metadata that
+                `open_episode` returned; in later turns, it is the metadata that the last `step` of the same sample
+                returned.
         """
 
     def open_episode(self, metadata: MetadataT) -> EpisodeStart[MetadataT]:
-        """Start one sample before its first response, once, and again only after a death of the process.
+        """Start the episode of one sample, before its first response.
 
         Args:
             metadata: `extra_env_info` of the prompt, with its `tools` if there are any. A dict also has `episode_seed`,
@@ -161,7 +163,7 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
         return EpisodeStart(metadata)
 
     def close_episode(self, metadata: MetadataT) -> None:  # noqa: B027  (optional hook)
-        """Release one sample after its end: finished, truncated, failed, cancelled, or not opened because of an error.
+        """Release one sample that was finished, truncated, cancelled, that failed, or that could not be opened.
 
         Args:
             metadata: The sample's last metadata that was not None.
@@ -172,9 +174,9 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
     ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
         """Correct the rewards of a collection's samples where necessary, and compute metrics over them.
 
-        Called once for each collection (of a training step, a batch of a validation or an evaluation) with the
-        samples of this environment that have a reward, also those that were cut off. With `post_processes_groups` it
-        is called for each prompt instead, and metrics are averaged over the prompts.
+        The method is called once for each collection (a training step, or a batch of a validation or an evaluation). It
+        gets the samples of this environment that have a reward, including those that were cut off. With
+        `post_processes_groups` it is called once for each prompt instead, and metrics are averaged over the prompts.
 
         Args:
             batch: B samples: `rewards` [B] float32, or [B, C] for C named components; `total_reward` [B] float32;
@@ -189,7 +191,7 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
         return batch, {}
 
     def shutdown(self) -> None:  # noqa: B027  (optional hook)
-        """Release the resources of this object, in a call that comes once before its actor stops."""
+        """Release the resources of this object. The method is called once, before the actor stops."""
 
 
 @dataclass(frozen=True)
@@ -201,19 +203,19 @@ class StepResult:
     metadata: Any
     """Metadata for the next `step` of this sample."""
     reward: float | dict[str, float] | None
-    """A number, or a number for each named component; None if it could not be computed."""
+    """The reward, or a reward for each named component; None if it could not be computed."""
     terminated: bool
-    """Whether the episode is over; always True with an error."""
+    """Whether the episode is over. It always is after an error."""
     next_stop_strings: list[str] | None = None
-    """Stop strings for the next turn only, which replace those of the prompt; None keeps those."""
+    """Stop strings for the next turn only, which replace those of the prompt; None keeps those of the prompt."""
     answer: str | None = None
     """The extracted answer, if the environment extracts answers."""
     error: str | None = None
-    """Reason why `reward` is None: the environment raised, hung or died; otherwise None."""
+    """Reason why `reward` is None: the environment raised, hung or died. None if there is a reward."""
     invalid_tool_call: bool = False
     """Whether the turn has a tool call that cannot be made."""
     aborted: bool = False
-    """With an error: the environment hung or died, rather than to raise."""
+    """With an error: True if the environment hung or died, and False if it raised."""
 
     @classmethod
     def failed(cls, error: str, metadata: Any = None, *, aborted: bool = False) -> "StepResult":
@@ -223,10 +225,10 @@ class StepResult:
 
 
 def split_return(outcome: EnvironmentReturn[Any], num_samples: int, name: str) -> list[StepResult]:
-    """Turn what an environment returned for a batch into one result for each sample.
+    """Turn the outcome that an environment returned for a batch into one result for each sample.
 
     Raises:
-        TypeError: It is no `EnvironmentReturn`.
+        TypeError: The outcome is no `EnvironmentReturn`.
         ValueError: A field does not have one item for each sample.
     """
     if not isinstance(outcome, EnvironmentReturn):
@@ -268,7 +270,7 @@ def check_message(message: Any, place: str) -> None:
     """Check that an environment returned a message.
 
     Raises:
-        ValueError: It is no dict with a text `role` and a `content`.
+        ValueError: `message` is no dict with a text `role` and a `content`.
     """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str) or message.get("content") is None:
         raise ValueError(f"{place} has {message!r:.200}, which is no dict with `role` and `content`")

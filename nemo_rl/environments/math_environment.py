@@ -1,8 +1,8 @@
 r"""Mathematics and multiple choice with a known answer: one turn, graded against the ground truth.
 
-Implements `EnvironmentInterface` over `grading/`: plain numbers are compared here, everything else goes to the killable
-processes of a `GradingPool`. Invariant: a reward of 1 or 0 always comes from a verifier; an answer that no
-verifier could judge is an error of its sample.
+`MathEnvironment` compares plain numbers in its own process, and sends all other answers to the killable processes of a
+`GradingPool`. Invariant: a reward of 1 or 0 always comes from a verifier. A sample whose answer could not be judged has
+an error.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 MathEnvConfig = MathEnvironmentConfig
-"""Name of the section in NeMo RL."""
+"""Name of this section's class in NeMo RL."""
 
 
 class MathEnvironmentMetadata(TypedDict):
@@ -145,7 +145,7 @@ class MathEnvironment(EnvironmentInterface[MathEnvironmentMetadata]):
         return Grade(verified=verified) if verified else None
 
     def _rewards(self, results: list[VerifierResult | None]) -> Tensor | dict[str, Tensor]:
-        """Stack rewards, with 0 for a row without a result, whose error overrides it."""
+        """Stack rewards, with 0 for a row without a result. The row's error overrides that 0."""
         if self.reward_names is None:
             return torch.tensor([_component(verified, None) for verified in results])
         return {name: torch.tensor([_component(verified, name) for verified in results]) for name in self.reward_names}
@@ -171,7 +171,7 @@ def _assistant_text(message_log: "LLMMessageLogType") -> str:
 
 
 def _prompt_text(message_log: "LLMMessageLogType") -> str:
-    """Return the text of the message before the first one of the assistant, which is the rendered chat in rollouts."""
+    """Return the text before the assistant's first message, which is the rendered chat in rollouts."""
     before = list(takewhile(lambda message: message["role"] != "assistant", message_log))
     content = before[-1]["content"] if before else ""
     return content if isinstance(content, str) else content_text([part for part in content if part["type"] == "text"])

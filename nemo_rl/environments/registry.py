@@ -1,7 +1,7 @@
-"""Find and start the environment of a name.
+"""Find the environment that a name stands for, and start it.
 
-Users import this from `environments.utils`. Invariant: a name leads to exactly one class, and a wrong name is refused
-before anything starts.
+Users import these functions from `environments.utils`. Invariant: a name leads to exactly one class, and a wrong name
+is refused before anything starts.
 """
 
 from collections.abc import Mapping
@@ -26,9 +26,9 @@ class EnvRegistryEntry(TypedDict):
     """Location of the class of a named environment."""
 
     actor_class_fqn: str
-    """Dotted path of its class."""
+    """Dotted path of the environment's class."""
     default_processor: NotRequired[str]
-    """Name of the data processor its samples usually need."""
+    """Name of the data processor that the environment's samples usually need."""
 
 
 _MATH = "nemo_rl.environments.math_environment"
@@ -85,7 +85,7 @@ def env_class_path(env_name: str) -> str:
     """Return the dotted path of an environment's class, which is the name itself if the name has dots.
 
     Raises:
-        ConfigError: The name is neither registered nor dotted; names the nearest.
+        ConfigError: The name is neither registered nor dotted. The message suggests the most similar name.
     """
     known = {name: entry["actor_class_fqn"] for name, entry in ENV_REGISTRY.items()}
     return replace(ENVIRONMENTS, built_in=known).path_of(env_name)
@@ -104,10 +104,11 @@ def check_environment(
 
     Args:
         env_name: A registered name or the dotted path of a class.
-        tokenizer: Tokenizer of the policy; None in the checks that read neither tokenizers nor data.
-        construct: Whether the class may check what its constructor needs; False where another Python has its packages.
-        name_key: Key that has the name, for messages; empty: the name is a part of `place`.
-        place: Key of the section; empty: `env.<name>`.
+        tokenizer: Tokenizer of the policy, or None in checks that read neither tokenizers nor data.
+        construct: Whether the class may check what its constructor needs; False if the environment's packages are
+            installed only in another Python environment.
+        name_key: Key that has the name, for messages. If it is empty, the name is a part of `place`.
+        place: Key of the section. If it is empty, the key is `env.<name>`.
 
     Raises:
         ConfigError: The name or a key of the section cannot be used.
@@ -136,13 +137,13 @@ def create_env(
     step_timeout_s: float = DEFAULT_STEP_TIMEOUT_S,
     max_restarts: int = 10,
 ) -> Environment:
-    """Start the environment of a name in its own actor, without waiting until it is ready.
+    """Start the environment that a name stands for in its own actor, without waiting until it is ready.
 
     Args:
         env_name: A registered name or the dotted path of a class.
         env_config: Its section of the configuration; the class is constructed with it as a dict.
-        step_timeout_s: Deadline of one step (`cluster.timeouts.environment_s`), unless the section has one.
-        max_restarts: How often its actor may be restarted (`cluster.max_actor_restarts`).
+        step_timeout_s: Deadline of one step if the section has none (`cluster.timeouts.environment_s`).
+        max_restarts: Largest number of restarts of the actor (`cluster.max_actor_restarts`).
 
     Returns:
         The client for rollouts. Ray must be initialised.

@@ -1,4 +1,4 @@
-"""Reward answers with plain functions, which a configuration names or a program passes.
+"""Reward answers with plain functions that a configuration names or a program passes.
 
     answer, row ─► function ─► number          one answer at a time
     answers, rows ─► function ─► numbers       a function whose first parameter is named `answers`
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from nemo_rl.data.interfaces import LLMMessageLogType, TokenizerType
 
 BATCH_PARAMETER = "answers"
-"""Name of the first parameter of functions that get lists."""
+"""Name of the first parameter of a function that gets lists of answers and rows."""
 
 _FORMS = (
     "A reward is a function of (answer, row) that returns a number, or of (answers, rows), two lists, that returns a "
@@ -36,7 +36,7 @@ _FORMS = (
 _PLACE = "env.reward.function"
 
 type Outcome = tuple[float, str | None]
-"""A value, and None or the reason why there is none."""
+"""A reward and None, or a value without meaning and the reason why there is no reward."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class NamedReward:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be called with an answer and a row.
+        """Check that the function can be called with an answer and a row, or with an answer alone.
 
         Raises:
-            ConfigError: it is no function, or has other parameters.
+            ConfigError: `function` is no function, or has other parameters.
         """
         if not callable(self.function):
             raise ConfigError(f"the reward {self.name!r} is {self.function!r:.100}, which is no function. {_FORMS}.")
@@ -69,7 +69,7 @@ class NamedReward:
         """Return the outcome of each of B samples.
 
         Raises:
-            Exception: a function of lists failed for several samples; the caller tries each alone.
+            Exception: a function that gets lists failed for several samples. The caller then tries each sample alone.
         """
         if self.takes_lists and len(answers) > 1:
             return [(value, None) for value in await self._of_lists(answers, rows)]
@@ -178,7 +178,7 @@ def named_rewards(section: RewardFunctionsConfig, key: str = _PLACE) -> list[Nam
     """Import the functions that a section names.
 
     Raises:
-        ConfigError: there is none, or one cannot be imported or used; names the key.
+        ConfigError: the section names no function, or one that cannot be imported or used. The message has the key.
     """
     if not section.function:
         raise ConfigError(
@@ -196,7 +196,7 @@ def imported(path: str, key: str) -> Callable[..., Any]:
     """Import a function.
 
     Raises:
-        ConfigError: there is no such function; names the key.
+        ConfigError: there is no such function. The message has the key.
     """
     advice = "Write file.function; the file is found in the folder where the run is started, or is installed."
     function: Callable[..., Any] = import_dotted(path, ConfigError, f"{key}={path!r}", advice)
@@ -213,7 +213,7 @@ def _weighted(functions: Mapping[str, Callable[..., Any]], weights: Mapping[str,
 
 
 def _row(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of the data set's row, and the known answer that the data set has read from them."""
+    """Return the columns of the data set's row, and the known answer that the data set read from these columns."""
     truth = metadata.get("ground_truth")
     known = {} if truth in (None, "") else {"ground_truth": truth}
     return {**known, **metadata.get(ROW, metadata)}

@@ -1,9 +1,10 @@
-r"""Grade the known answers of a run as their own answers, before anything starts.
+r"""Check before a run starts that its verifiers accept the known answers of its data sets.
 
     rows ─► a sample of each data set ─► known answers, by environment ─► its verifier ─► share of right ones
 
-It applies to the math environments of this library; own classes are not graded. Invariant: plain numbers are graded in
-this process, so that a usual data set costs no time, and everything else with the deadline of the environment.
+Each known answer is graded as if a model had given it. This applies to the math environments of this library, not to
+classes of the user. Invariant: plain numbers are graded in this process, so that a usual data set costs no time. All
+other answers are graded with the deadline of the environment.
 """
 
 import logging
@@ -28,16 +29,16 @@ from nemo_rl.utils.errors import DataError
 logger = logging.getLogger(__name__)
 
 FIRST_ROWS = 64
-"""First rows of a data set whose known answers are graded."""
+"""Number of rows at the beginning of a data set whose known answers are graded."""
 
 SPREAD_ROWS = 64
-"""Further rows, spread evenly over the rest."""
+"""Number of further graded rows, which are spread evenly over the rest of the data set."""
 
 GOOD_SHARE = 0.9
-"""Smallest share of right answers without a warning."""
+"""Smallest share of right known answers without a warning."""
 
 _READING_S = 2.0
-"""Seconds after which no more rows of a data set are read."""
+"""Time in seconds after which no more rows of a data set are read."""
 
 _EXAMPLES = 3
 _SHOWN_CHARS = 80
@@ -49,9 +50,9 @@ class Truth:
 
     text: str
     file: str
-    """File or data set of the row."""
+    """File or data set that contains the row."""
     line: int
-    """Its line there."""
+    """Line of the row in that file."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,12 @@ class TruthGrader:
 
     env_name: str
     verifier: str
-    """Name of its verifier."""
+    """Name of the verifier."""
     timeout_s: float
     """Deadline of one answer."""
 
     def grade(self, truths: Sequence[str]) -> dict[str, str]:
-        """Return the reason for each known answer that is not right as its own answer."""
+        """Grade each known answer as an answer to itself, and return the reason for each one that is not right."""
         grades: dict[str, Grade] = {}
         rest = []
         for truth in dict.fromkeys(truths):
@@ -94,7 +95,7 @@ class TruthGrader:
 
 
 def truth_grader(env_name: str, section: Mapping[str, Any] | BaseModel) -> TruthGrader | None:
-    """Return the grader of an environment, or None if its rows have no known answer or its class is a user's."""
+    """Return the grader of an environment, or None if it is no math environment of this library."""
     env_class, _ = load_env_class(env_class_path(env_name))
     if env_class not in (MathEnvironment, MathMultiRewardEnvironment):
         return None
@@ -105,14 +106,14 @@ def truth_grader(env_name: str, section: Mapping[str, Any] | BaseModel) -> Truth
 def check_truths(
     data_sets: Sequence[RowsWithPlace], graders: Mapping[str, TruthGrader], task_env: Mapping[str, str] | None = None
 ) -> None:
-    """Grade known answers of each data set as their own answers, and warn if the result is below 0.9.
+    """Grade the known answers of each data set as answers to themselves, and warn if too few of them are right.
 
     Args:
-        graders: graders by the name of the environment; rows of others are not graded.
-        task_env: environment by task name; a task without one is named after its environment.
+        graders: graders by the name of the environment. Rows of other environments are not graded.
+        task_env: environment by task name. A task that is left out has the name of its environment.
 
     Raises:
-        DataError: no known answer of a data set is right as its own answer.
+        DataError: no known answer of a data set is right.
     """
     if not graders:
         return
@@ -126,7 +127,7 @@ def check_truths(
 
 
 def _sampled_truths(rows: RowsWithPlace) -> Iterator[tuple[str, Truth]]:
-    """Yield the task and the known answer of sampled rows, as long as reading them is quick."""
+    """Yield the task and the known answer of sampled rows, until reading them has taken too long."""
     deadline = time.monotonic() + _READING_S
     for idx in sampled_indices(len(rows)):
         datum: dict[str, Any] = dict(rows[idx])
@@ -138,7 +139,7 @@ def _sampled_truths(rows: RowsWithPlace) -> Iterator[tuple[str, Truth]]:
 
 
 def sampled_indices(num_rows: int) -> list[int]:
-    """Return the first rows, and further rows that are spread evenly over the rest."""
+    """Return the indices of the first rows, and of further rows that are spread evenly over the rest."""
     first = min(num_rows, FIRST_ROWS)
     rest = num_rows - first
     spread = min(rest, SPREAD_ROWS)
@@ -146,7 +147,7 @@ def sampled_indices(num_rows: int) -> list[int]:
 
 
 def _judge(grader: TruthGrader, truths: Sequence[Truth]) -> None:
-    """Raise if no known answer is right, and warn if too few are."""
+    """Raise an error if no known answer is right, and warn if too few are."""
     reasons = grader.grade([truth.text for truth in truths])
     wrong = [truth for truth in truths if truth.text in reasons]
     share = 1 - len(wrong) / len(truths)
@@ -167,7 +168,7 @@ def _judge(grader: TruthGrader, truths: Sequence[Truth]) -> None:
 
 
 def _reason(grade: Grade) -> str:
-    """Return why a known answer is not right, or an empty text if it is."""
+    """Return why a known answer is not right, or an empty text if it is right."""
     if grade.verified is None:
         return str(grade.error)
     reward = grade.verified.reward

@@ -1,6 +1,7 @@
-"""Environments that a program passes to a run: classes, objects, actors or clients.
+"""Run environments that a program passes to a run: classes, objects, actors or clients.
 
-Invariant: the program stops what it started (`shutdown_environments`); what a run starts is stopped with the run.
+Invariant: the program stops the environments that it started (`shutdown_environments`), and the run stops those that
+the run started.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,11 +25,11 @@ if TYPE_CHECKING:
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 type Start = Callable[[dict[str, Any], ClusterConfig], Environment]
-"""Configuration, deadlines and restarts -> a running environment."""
+"""Function that starts an environment from its configuration and the cluster's deadlines and limits of restarts."""
 
 
 class ActorEnvironment(EnvironmentInterface[Any]):
-    """An environment in an actor of the program, which gets every call and is never stopped.
+    """An environment that passes each call to an actor of the program. The actor is never stopped.
 
     Args:
         handle: handle of the actor; its class has `step`, and may have the other methods of an environment.
@@ -108,7 +109,7 @@ def start_environment(
     cluster: ClusterConfig,
     resources: ExitStack,
 ) -> Environment:
-    """Return a running environment, or start one with its section of `env` until `resources` are closed."""
+    """Return a running environment, or start one with its section of `env` and stop it when `resources` are closed."""
     if isinstance(environment, EnvironmentClient | EnvironmentPool):
         return environment
     cfg = section_of(section)
@@ -120,12 +121,12 @@ def start_environment(
 def shutdown_environments(
     task_to_env: Mapping[str, Any] | None, val_task_to_env: Mapping[str, Any] | None = None
 ) -> None:
-    """Stop environments that a program started, each once: clients (`create_env`) and actors.
+    """Stop each environment that a program started once: clients (`create_env`) and actors.
 
-    Sections and classes are skipped, since nothing of them runs.
+    Sections and classes are skipped, because no process runs for them.
 
     Args:
-        val_task_to_env: environments of validation, which may be the same.
+        val_task_to_env: environments of validation, some or all of which may also be in `task_to_env`.
     """
     environments = [*(task_to_env or {}).values(), *(val_task_to_env or {}).values()]
     ended: list[Any] = []

@@ -1,7 +1,7 @@
-"""Describe what the user's code raises.
+"""Describe errors that the user's code raises.
 
-The code may raise anything, also exceptions that are no `Exception`, such as a `CancelledError` of a task of its own or
-`pytest.skip`. So callers run it inside a `Boundary(BaseException)`.
+The user's code may also raise exceptions that are no `Exception`, such as a `CancelledError` of one of its own tasks or
+`pytest.skip`. For this reason callers run it inside a `Boundary(BaseException)`.
 """
 
 import os
@@ -16,7 +16,7 @@ from pathlib import Path
 from nemo_rl.host.boundary import Boundary
 
 MOST_LINES = 15
-"""Most lines of a report."""
+"""Largest number of lines of a report."""
 
 USER_MISTAKES = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, AssertionError, RuntimeError)
 """Errors that mistakes in code usually raise."""
@@ -36,15 +36,15 @@ class CodeLine:
 
     file: str
     number: int
-    """Number of the line."""
+    """Number of the line in its file."""
     function: str
-    """Function that it belongs to."""
+    """Function that the line belongs to."""
     text: str = ""
-    """The line; empty if it cannot be read."""
+    """Text of the line, which is empty if the line cannot be read."""
 
     @property
     def is_users(self) -> bool:
-        """True if it is neither of this library, nor of an installed package, nor of Python."""
+        """True if the line is neither of this library, nor of an installed package, nor of Python."""
         path = Path(self.file)
         if self.file.startswith("<") or {"site-packages", "dist-packages"} & set(path.parts):
             return False
@@ -69,14 +69,14 @@ def user_lines(error: BaseException) -> list[CodeLine]:
 
 
 def lines_in(text: str) -> list[CodeLine]:
-    """Return the lines of code that a traceback names which is part of a text."""
+    """Return the lines of code that a text names in a traceback inside it."""
     plain = _ESCAPES.sub("", text)
     found = (match.groups() for match in _FRAME.finditer(plain))
     return [CodeLine(file, int(number), function, code or "") for file, number, function, code in found]
 
 
 def report(error: BaseException) -> str | None:
-    """Return the user's lines and the error in at most `MOST_LINES` lines, or None if no line is the user's."""
+    """Return the user's lines and the error in at most `MOST_LINES` lines, or None if no line is of the user's code."""
     lines = user_lines(error)
     if not lines:
         return None
@@ -98,14 +98,14 @@ def _first_lines(error: BaseException) -> str:
 
 
 def _whole_text_of(error: BaseException) -> str:
-    """Return the text of an error, whose class may be the user's own and raise when it is asked for its text."""
+    """Return the text of an error. The class of the error may be the user's own and raise when asked for its text."""
     notes = {row for note in getattr(error, "__notes__", []) for row in str(note).splitlines()}
     rows = "".join(traceback.format_exception_only(error)).splitlines()
     return "\n".join(row for row in rows if row not in notes).partition(": ")[2]
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and what it was raised from, the outermost first."""
+    """Yield an error and then the chain of errors that it was raised from."""
     seen: set[int] = set()
     each: BaseException | None = error
     while each is not None and id(each) not in seen:
@@ -120,7 +120,7 @@ def _folders_of_others() -> list[Path]:
 
 
 def describe(error: BaseException) -> str:
-    """Describe an error by its type, its text and the innermost line of the user's code, or else of any code."""
+    """Describe an error by its type, its text and the innermost line of code, by preference one of the user's code."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = user_lines(error) or [CodeLine(frame.filename, frame.lineno or 0, frame.name) for frame in frames]
     place = f" ({os.path.basename(lines[-1].file)}:{lines[-1].number})" if lines else ""

@@ -1,4 +1,4 @@
-"""Re-exports of the names of environments and of what starts them."""
+"""Re-export the names of environments and the functions that start environments."""
 
 from nemo_rl.environments.registry import (
     ENV_REGISTRY,

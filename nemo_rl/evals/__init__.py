@@ -1,1 +1,1 @@
-"""Evaluate a model: its answers to a data set of problems, and the share of correct ones."""
+"""Evaluate a model by its answers to a data set of problems, and by the share of correct answers."""

@@ -1,9 +1,9 @@
 """Sample answers to all prompts, grade them and report.
 
-This file has the loop of an evaluation, and starts and ends its processes: engines that read the model's weights
-themselves, if no other server has the model (`models`), and one environment. Invariant: an evaluation uses the same
-rollouts, environments and engines as training; prompts with stored answers are not sampled again, and a finished
-evaluation starts nothing.
+This module has the loop of an evaluation, and starts and ends its processes. These are one environment and, unless
+another server has the model (`models`), engines that load the model's weights. Invariant: an evaluation uses the same
+rollouts, environments and engines as training. Prompts with stored answers are not sampled again, and a finished
+evaluation starts no processes.
 """
 
 import logging
@@ -61,25 +61,25 @@ class Sampler:
     runner: RolloutRunner
     sampling: SamplingParams
     remote: ChatModel | None = None
-    """The model, if another server has it."""
+    """Client of the server that has the model, or None if engines of the run have it."""
 
 
 @dataclass(frozen=True)
 class EvalGeneration:
-    """The model under evaluation, with engines, if it has some, that run only while prompts are sampled."""
+    """The model under evaluation. Its engines, if it has any, run only while prompts are sampled."""
 
     config: EvalMasterConfig
     """A checked configuration."""
     tokenizer: PreTrainedTokenizerBase
-    """Renders prompts and decodes answers."""
+    """Tokenizer that renders prompts and decodes answers."""
 
     def shutdown(self) -> bool:
-        """Do nothing: no process is left."""
+        """Do nothing, because no process is left."""
         return True
 
 
 class Evaluation(NamedTuple):
-    """Result of `setup`: everything decided before an evaluation starts a process."""
+    """Result of `setup`, which contains everything that is decided before an evaluation starts a process."""
 
     generation: EvalGeneration
     dataloader: EvaluationPrompts
@@ -92,13 +92,13 @@ def setup(
     dataset: Any = None,
     env: Any = None,
 ) -> Evaluation:
-    """Prepare an evaluation for `run_env_eval`, with arguments from the configuration if they are omitted.
+    """Prepare an evaluation for `run_env_eval`. Arguments that are omitted come from the configuration.
 
     Args:
-        master_config: the configuration: an object, or a dict with a file's content, which is checked like a file.
-        tokenizer: tokenizer of the model; with an endpoint it encodes what is kept of conversations, and nothing else.
-        dataset: the prompts; see `data.datasets.user_data.given_data`.
-        env: environment that grades, if it is not the configured one; pass it to `run_env_eval` too.
+        master_config: the configuration as an object, or as a dict, which is checked in the same way as a file.
+        tokenizer: tokenizer of the model. With an endpoint, it only encodes the stored conversations.
+        dataset: prompts (see `data.datasets.user_data.given_data`).
+        env: environment that grades in place of the configured one. The caller must pass it to `run_env_eval` too.
 
     Raises:
         ConfigError, DataError: the configuration or the data cannot be used.
@@ -125,10 +125,10 @@ def setup(
 
 
 def check_known_answers(config: EvalMasterConfig, prompts: EvaluationPrompts) -> None:
-    """Grade the known answers as their own answers, see `environments.truth_check`.
+    """Check that the verifier accepts the known answers (see `environments.truth_check`).
 
     Raises:
-        DataError: they never get a reward.
+        DataError: no known answer gets a reward.
     """
     name = config.data.env_name
     grader = None if name in config.cluster.venvs else truth_grader(name, config.env.get(name, {}))
@@ -137,7 +137,7 @@ def check_known_answers(config: EvalMasterConfig, prompts: EvaluationPrompts) ->
 
 
 def evaluate(config: EvalMasterConfig) -> EvalReport:
-    """Run a configuration's evaluation (see `setup` and `run_env_eval`)."""
+    """Run the evaluation that a configuration describes (see `setup` and `run_env_eval`)."""
     return run_env_eval(*setup(config)[:2])
 
 
@@ -147,21 +147,21 @@ def run_env_eval(
     env: Any = None,
     master_config: EvalMasterConfig | None = None,
 ) -> EvalReport:
-    """Run an evaluation, or the rest of an interrupted one, with the arguments of NeMo RL.
+    """Run an evaluation, or continue an interrupted one. The arguments are those of NeMo RL.
 
     Args:
         vllm_generation: first result of `setup`.
         dataloader: second result of `setup`.
-        env: environment that grades, see `environments.user_environments.environment_of`; None takes `data.env_name`.
-        master_config: third result of `setup`; None takes it from `vllm_generation`.
+        env: environment that grades (see `environments.user_environments.environment_of`), or None for `data.env_name`.
+        master_config: third result of `setup`, or None to take it from `vllm_generation`.
 
     Returns:
         The report, which is also written to `eval.save_path`.
 
     Raises:
-        ConfigError, DataError: the configuration or the data cannot be used; raised before Ray starts.
+        ConfigError, DataError: the configuration or the data cannot be used. This is raised before Ray starts.
         CheckpointError: `eval.save_path` is in use or damaged.
-        RunInterruptedError: a signal ended it after a batch was written.
+        RunInterruptedError: a signal ended the evaluation after a batch was written.
     """
     config, prompts = master_config or vllm_generation.config, dataloader
     environment = environment_of(config.data.env_name, env or env_class_path(config.data.env_name))
@@ -193,9 +193,9 @@ def ask_all(
 
     Args:
         prompts: all prompts.
-        store: the answers so far; new ones are added to it.
+        store: store of the answers so far, to which new answers are added.
         sampler: samples and grades.
-        signals: a received signal ends the loop after a batch; None: no signals.
+        signals: signals that end the loop after a batch, or None to ignore signals.
 
     Raises:
         RunInterruptedError: a signal was received and prompts remain.
@@ -234,7 +234,7 @@ def ask_all(
 
 
 def _response_length(trajectory: Trajectory) -> int | None:
-    """Return the tokens of a sample's answers, or None if the model's server gave no answers or did not count them."""
+    """Return the number of tokens in a sample's answers, or None if the model's server gave no answers or no counts."""
     written = [message for log in trajectory.logs for message in log if "generation_logprobs" in message]
     if any(message.get("num_tokens", 0) is None for message in written):
         return None
@@ -271,7 +271,8 @@ def _record(trajectory: Trajectory, start: int, batch: BatchedDataDict[Any], top
 def _check_environment(config: EvalMasterConfig) -> None:
     """Check that `cons@k` has an environment that returns the extracted answer.
 
-    An environment with a separate Python is not checked: its class may need packages that are not installed here.
+    An environment with its own Python environment is not checked, because its class may need packages that are not
+    installed here.
     """
     if config.data.env_name in config.cluster.venvs:
         return
@@ -285,7 +286,7 @@ def _check_environment(config: EvalMasterConfig) -> None:
 
 @contextmanager
 def deferred_signals(config: EvalMasterConfig) -> Iterator[DeferredSignals]:
-    """Defer signals to the end of a batch, unless no file is written."""
+    """Defer signals to the end of a batch, unless the evaluation writes no files."""
     signals = DeferredSignals(config.eval.signal_grace_s, "the evaluation ends when this batch is written")
     if config.eval.save_path is not None:
         signals.start()
@@ -299,7 +300,7 @@ def deferred_signals(config: EvalMasterConfig) -> Iterator[DeferredSignals]:
 def _started(
     config: EvalMasterConfig, tokenizer: PreTrainedTokenizerBase, environment: Environment | Start
 ) -> Iterator[Sampler]:
-    """Run model and environment during the block, and end everything that was started here afterwards."""
+    """Start the model and the environment, and stop them at the end of the block if they were started here."""
     cluster, name = config.cluster, config.data.env_name
     with ExitStack() as resources:
         loop = EventLoopThread()

@@ -1,6 +1,6 @@
-"""The model under evaluation: engines of the run, or another server.
+"""Use the model under evaluation on engines of the run or at another server.
 
-Invariant: an evaluation at an endpoint starts no engine, reserves no place for one and reads no file of a model.
+Invariant: an evaluation at an endpoint starts no engine, reserves no GPU or CPU for one, and reads no file of a model.
 """
 
 import os
@@ -27,29 +27,29 @@ from nemo_rl.models.generation.remote.model import ChatModel
 from nemo_rl.utils.errors import EndpointUnusableError
 
 _UNBOUNDED = 2**40
-"""Tokens of a conversation, where the server alone knows its context."""
+"""Limit of a conversation's tokens if only the server knows the model's context. It is never reached."""
 
 
 def tokenizer_of(config: EvalMasterConfig) -> TokenizerType:
-    """Return the tokenizer of the model, or one for texts where the server has it."""
+    """Return the tokenizer of the model, or a substitute that encodes texts if another server has the model."""
     return get_tokenizer(config.tokenizer) if config.generation.endpoint is None else text_tokenizer()
 
 
 def data_of(config: EvalMasterConfig) -> EvalDataConfig:
-    """Return the `data` section, without a limit of tokens for an endpoint, where tokens cannot be counted."""
+    """Return the `data` section. For an endpoint, it has no limit of tokens, because tokens cannot be counted."""
     if config.generation.endpoint is None:
         return config.data
     return config.data.model_copy(update={"max_input_seq_length": None})
 
 
 def limits_of(config: EvalMasterConfig) -> RolloutLimits:
-    """Return the bounds of the rollouts."""
+    """Return the limits of the rollouts."""
     context = config.generation.engine.max_model_len if config.generation.endpoint is None else _UNBOUNDED
     return RolloutLimits(context, config.eval.max_rollout_turns, config.cluster.timeouts.rollout_s)
 
 
 def sampling_of(config: EvalMasterConfig, tokenizer: TokenizerType) -> SamplingParams:
-    """Return the sampling parameters, without the tokenizer's end token for an endpoint, whose server knows it."""
+    """Return the sampling parameters. For an endpoint, they leave out the end token, which the server knows."""
     generation = config.generation
     if generation.endpoint is None:
         return sampling_params(config.policy, tokenizer.eos_token_id, validation=False)
@@ -65,10 +65,10 @@ def sampling_of(config: EvalMasterConfig, tokenizer: TokenizerType) -> SamplingP
 
 
 def require_model(config: EvalMasterConfig, loop: EventLoopThread) -> None:
-    """Ask an endpoint whether it has the model, or do nothing for engines.
+    """Check that the endpoint has the model. Do nothing for engines.
 
     Args:
-        loop: asks.
+        loop: event loop that sends the request.
 
     Raises:
         ConfigError: the endpoint cannot be reached, refuses the key, or does not have the model.
@@ -79,11 +79,11 @@ def require_model(config: EvalMasterConfig, loop: EventLoopThread) -> None:
 
 
 def start_model(config: EvalMasterConfig, tokenizer: TokenizerType, resources: ExitStack) -> GenerationInterface:
-    """Start the engines, or make the client of the endpoint.
+    """Start the engines, or create the client of the endpoint.
 
     Args:
-        tokenizer: as `tokenizer_of` returns it, or the user's own.
-        resources: ends what was started.
+        tokenizer: the result of `tokenizer_of`, or the user's own tokenizer.
+        resources: stack that stops the started processes when it is closed.
     """
     if config.generation.endpoint is not None:
         model: GenerationInterface = ChatModel(config.generation.endpoint, tokenizer)
@@ -103,15 +103,15 @@ def start_model(config: EvalMasterConfig, tokenizer: TokenizerType, resources: E
 
 @contextmanager
 def answers_come(model: ChatModel | None, *, is_first: bool) -> Iterator[None]:
-    """Refuse a batch without a single answer: it tells nothing about the model, and would be written for good.
+    """Raise an error for a batch without any answer. Its results would be stored, but say nothing about the model.
 
     Args:
-        model: the client of the endpoint; None: own engines have the model, which end the run when they fail.
-        is_first: no answer is stored yet, so that even refused requests are the fault of the run. Later the prompts of
-            a small batch may all be of a kind that the endpoint refuses.
+        model: client of the endpoint, or None if engines have the model. Engines that fail end the run themselves.
+        is_first: whether no answer is stored yet. In this case, refused requests count as an error of the run too. In a
+            later batch, the endpoint may refuse each prompt for its content.
 
     Raises:
-        EndpointUnusableError: the endpoint gave no answer during the block, though it was asked.
+        EndpointUnusableError: the endpoint gave no answer during the block, although it got requests.
     """
     before = None if model is None else replace(model.counts)
     yield
@@ -130,7 +130,7 @@ def answers_come(model: ChatModel | None, *, is_first: bool) -> Iterator[None]:
 def key_stays_here(config: EvalMasterConfig) -> Iterator[None]:
     """Keep the key of the endpoint out of the environment variables of processes that start during the block.
 
-    Programs that play samples would see it otherwise. A variable that the section of an environment names is kept.
+    Otherwise agent programs could read the key. A variable that the section of an environment names is kept.
     """
     variable = None if config.generation.endpoint is None else config.generation.endpoint.api_key_env
     if variable is None or _is_named(variable, config):
@@ -145,13 +145,13 @@ def key_stays_here(config: EvalMasterConfig) -> Iterator[None]:
 
 
 def _is_named(variable: str, config: EvalMasterConfig) -> bool:
-    """Return whether the environment's section names a variable, also in a section of its grader."""
+    """Return whether the environment's section, or the section of its grader, names a variable."""
     section = config.env.get(config.data.env_name)
     return variable in _keys_in(section.model_dump() if isinstance(section, Section) else section)
 
 
 def _keys_in(value: Any) -> Iterator[str]:
-    """Yield each `api_key_env` of nested mappings and lists."""
+    """Yield the value of each `api_key_env` in nested mappings and lists."""
     if isinstance(value, Mapping):
         if isinstance(value.get("api_key_env"), str):
             yield value["api_key_env"]
@@ -161,7 +161,7 @@ def _keys_in(value: Any) -> Iterator[str]:
 
 
 def _bundles(cluster: ClusterConfig) -> RayVirtualCluster:
-    """Reserve one place for an engine on each GPU, or `ranks_per_node` places on each CPU machine."""
+    """Reserve one bundle for an engine on each GPU, or `ranks_per_node` bundles on each CPU machine."""
     return RayVirtualCluster(
         [cluster.policy_ranks_per_node] * cluster.num_nodes,
         use_gpus=cluster.uses_gpu,

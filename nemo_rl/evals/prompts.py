@@ -41,7 +41,7 @@ MATH_PROCESSOR = "math_hf_data_processor"
 CHOICE_PROCESSOR = "multichoice_qa_processor"
 CHOICE_KEY = "choice"
 _OWN_PROCESSORS = {EPISODES: "episode_data_processor", NEMO_GYM_ROWS: "nemo_gym_data_processor"}
-"""Processors of data sets whose rows have no problem and answer."""
+"""Processors of data sets whose rows do not have a problem and an answer."""
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _LETTER = re.compile(r"\(?([A-Za-z])[).]?")
@@ -56,13 +56,13 @@ class Problems:
     processor_name: str = MATH_PROCESSOR
     """Name of the processor that turns a row into a prompt."""
     topic_key: str | None = None
-    """Column by which results are reported too; None: no topics."""
+    """Column by whose values results are also reported separately, or None for no topics."""
     task_spec: TaskDataSpec = field(default_factory=TaskDataSpec)
-    """Texts around a row, such as the system prompt."""
+    """Texts that are added to a row, such as the system prompt."""
 
     @property
     def rows(self) -> Any:
-        """The rows for an `AllTaskProcessedDataset`, with the parts of a question at their top level."""
+        """The rows for an `AllTaskProcessedDataset`, with the parts of multiple-choice questions at their top level."""
         return [unfold_choice(row) for row in self.raw.dataset]
 
     @property
@@ -72,14 +72,14 @@ class Problems:
 
 
 class MathDataset(ResponseDataset):
-    r"""MATH: the answer is the column `answer`, or else the last `\boxed{...}` of `solution`."""
+    r"""The data set MATH. The answer is the column `answer`, or else the last `\boxed{...}` of `solution`."""
 
     def columns(self) -> list[str]:
-        """Return the names of problem, answer and worked solution."""
+        """Return the names of the columns with the problem, the answer and the worked solution."""
         return [self.input_key, self.output_key, "solution"]
 
     def to_messages(self, row: Row) -> list[dict[str, str]]:
-        """Return problem and final answer as messages."""
+        """Return the problem and the final answer as messages."""
         if row.get(self.output_key) is not None:
             return super().to_messages(row)
         answer = last_boxed(text_of(row, "solution"))
@@ -92,7 +92,7 @@ class MathDataset(ResponseDataset):
 
 
 class ChoiceDataset(RawDataset):
-    """Questions with lettered options, each as a row `choice` with question, options, answer and subject.
+    """Questions with lettered options. Each row has a `choice` with question, options, answer and subject.
 
     Options are a list in `options` or `choices`, or are in columns `A`, `B`, ...; the answer is a letter or
     the index of an option. Column names may start with a capital.
@@ -112,7 +112,7 @@ class ChoiceDataset(RawDataset):
         """Convert a raw row to a question.
 
         Raises:
-            RowError: The row cannot be used; the message gives the reason.
+            RowError: The row cannot be used. The message gives the reason.
         """
         lower = {str(key).lower(): value for key, value in row.items()}
         options = _options(lower)
@@ -125,7 +125,7 @@ class ChoiceDataset(RawDataset):
 
 
 class GPQADataset(ChoiceDataset):
-    """GPQA: one right and three wrong answers, in a random order for each question, derived from `data.seed`."""
+    """The data set GPQA, with one right and three wrong answers in a random order, which `data.seed` determines."""
 
     def to_choice(self, row: Row) -> dict[str, Any]:
         """Convert a raw row to a question with shuffled options."""
@@ -200,7 +200,7 @@ def load_eval_dataset(data_config: EvalDataConfig | Mapping[str, Any]) -> Proble
     """Load the problems of a `data` section.
 
     Args:
-        data_config: `data` of an evaluation; a dict is checked and completed with defaults.
+        data_config: section `data` of an evaluation. A dict is checked and completed with defaults.
 
     Raises:
         ConfigError: A key is unknown or wrong.
@@ -219,7 +219,7 @@ def load_eval_dataset(data_config: EvalDataConfig | Mapping[str, Any]) -> Proble
 
 
 def unfold_choice(row: FormattedRow) -> FormattedRow:
-    """Copy the parts of a multiple-choice row to the top level, where the processor looks for them."""
+    """Copy the parts of a multiple-choice row to its top level, where the processor reads them."""
     return {**row[CHOICE_KEY], "task_name": row["task_name"]} if CHOICE_KEY in row else row
 
 
@@ -240,7 +240,7 @@ def _own_processor(config: EvalDataConfig) -> str:
 
 
 def _as_dataset_config(config: EvalDataConfig) -> DatasetConfig:
-    """Convert the section to a training entry with the same meaning."""
+    """Convert the section to the section of a training data set with the same meaning."""
     name, path = config.dataset_name, config.data_path
     if name is not None and is_local_dataset(name):
         name, path = None, name
@@ -269,11 +269,11 @@ class EvaluationPrompts(Protocol):
     def __len__(self) -> int: ...
 
     def batch(self, start: int, stop: int) -> BatchedDataDict[Any]:
-        """Return prompts `start` to `stop - 1`, collated for a rollout."""
+        """Return the prompts from index `start` to `stop - 1`, collated for a rollout."""
 
     @property
     def data_sets(self) -> list[RowsWithPlace]:
-        """The data sets of the prompts, each once."""
+        """The data sets from which the prompts come, without duplicates."""
 
     def topic(self, index: int) -> str | None:
         """Return the topic of a prompt, or None if the data set has none."""
@@ -283,10 +283,11 @@ class GivenPrompts:
     """Prompts of a user-supplied data set.
 
     Args:
-        dataset: see `data.datasets.user_data.given_data`; rows without `task_name` are graded by `data.env_name`.
+        dataset: prompts (see `data.datasets.user_data.given_data`). Rows without `task_name` are graded by
+            `data.env_name`.
 
     Raises:
-        DataError: too many of its first rows are unusable.
+        DataError: too many of the first rows are unusable.
     """
 
     def __init__(self, dataset: Any, config: EvalDataConfig) -> None:
@@ -308,7 +309,7 @@ class GivenPrompts:
         return self._rows.parts
 
     def topic(self, index: int) -> str | None:
-        """Return None: the topic is unknown."""
+        """Return None, because the topics of given prompts are unknown."""
         return None
 
 
@@ -316,7 +317,7 @@ class EvalPrompts:
     """Prompts of an evaluation's `data` section.
 
     Args:
-        tokenizer: renders and tokenises prompts.
+        tokenizer: tokenizer that renders and tokenises prompts.
         stop_strings: texts that end an answer, in addition to those of `generation`.
         keeps_rows: whether the environment gets the columns of each row.
 
@@ -367,7 +368,7 @@ class EvalPrompts:
         return len(self._prompts)
 
     def batch(self, start: int, stop: int) -> BatchedDataDict[Any]:
-        """Return prompts `start` to `stop - 1`, collated for a rollout."""
+        """Return the prompts from index `start` to `stop - 1`, collated for a rollout."""
         data: list[DatumSpec] = [self._prompts[index] for index in range(start, stop)]
         return rl_collate_fn(data)
 
@@ -384,7 +385,7 @@ class EvalPrompts:
 
 
 def _some(rows: Sequence[FormattedRow], config: EvalDataConfig) -> Sequence[FormattedRow]:
-    """Return all rows, or a seeded random choice of `max_samples` rows in their original order."""
+    """Return all rows, or a random sample of `max_samples` rows in their original order, drawn with the seed."""
     if config.max_samples is None or config.max_samples >= len(rows):
         return rows
     rng = np.random.default_rng(derive_seed(config.seed, "eval_samples"))

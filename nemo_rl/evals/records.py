@@ -4,8 +4,8 @@
     save_path/evaluation_data.jsonl   one line per answer
     save_path/results.json            the report (written by `evaluator`)
 
-Invariant: the file holds whole prompts in order, n answers each; a half-written tail of a killed run is removed, and
-samples of two different configurations never mix.
+Invariant: the file holds complete prompts in order, with n answers each. If a killed run left an incomplete prompt at
+the end, it is removed. Samples of different configurations never mix.
 """
 
 import json
@@ -48,7 +48,7 @@ WITHOUT_INFLUENCE = (
     "generation.engine.kv_cache_memory_mb",
     "generation.weight_sync",
 )
-"""Keys that may change when a run continues, because samples do not depend on them."""
+"""Keys that may change when an evaluation continues, because samples do not depend on them."""
 
 _EXTRA_BODY = "generation.endpoint.extra_body"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".json", ".jinja", ".model")
@@ -69,19 +69,19 @@ class AnswerRecord:
     ground_truth: str | None
     """The known answer."""
     answer: str | None
-    """The answer that the grader extracted; None if it found none."""
+    """The answer that the grader extracted, or None if it found none."""
     reward: float | None
-    """The grader's reward; None if it could not grade."""
+    """The grader's reward, or None if the answer could not be graded."""
     outcome: str
     """How the rollout ended (`experience.trajectory.Outcome`)."""
     response_length: int | None
-    """Number of generated tokens; None if they are not known."""
+    """Number of generated tokens, or None if it is not known."""
     topic: str | None = None
-    """Topic of the prompt; None if the data set has none."""
+    """Topic of the prompt, or None if the data set has no topics."""
     error: str | None = None
-    """Description of a failure."""
+    """Description of a failure, or None if there was none."""
     reasoning: str | None = None
-    """Text that the server of the model has separated from the response; None without any."""
+    """Reasoning that the model's server has separated from the response, or None if there is none."""
     agent_counts: dict[str, float] = field(default_factory=dict)
     """See `Trajectory.agent_counts`."""
 
@@ -92,14 +92,14 @@ class AnswerRecord:
 
 
 class RecordStore:
-    """Answers in memory and, if a folder is configured, on disk.
+    """Keeps answers in memory and, if a folder is configured, on disk.
 
     Args:
         num_prompts: number of prompts in the data set.
 
     Raises:
         ConfigError: the folder holds answers of another configuration, model or data.
-        CheckpointError: another process writes there, or the file is damaged.
+        CheckpointError: another process writes to the folder, or the file is damaged.
     """
 
     def __init__(self, config: EvalMasterConfig, num_prompts: int) -> None:
@@ -124,7 +124,7 @@ class RecordStore:
         return len(self.records) // self._per_prompt
 
     def append(self, records: Sequence[AnswerRecord]) -> None:
-        """Add the answers of whole prompts, which are on disk when this returns."""
+        """Add the answers of complete prompts. They are on disk when the method returns."""
         self.records += records
         if self._folder is None:
             return
@@ -135,7 +135,7 @@ class RecordStore:
             os.fsync(file.fileno())
 
     def write_results(self, results: Mapping[str, Any]) -> Path | None:
-        """Write the report as JSON, and return its path, or None without a folder."""
+        """Write the report as JSON and return its path, or return None if no folder is configured."""
         if self._folder is None:
             return None
         path = self._folder / RESULTS_FILE
@@ -148,7 +148,7 @@ class RecordStore:
             self._lock.release()
 
     def _claim(self, config: EvalMasterConfig, num_prompts: int) -> None:
-        """Store the settings on which samples depend, or compare them with the stored ones."""
+        """Store the settings on which samples depend, or check that they equal the stored ones."""
         assert self._folder is not None
         path = self._folder / CONFIG_FILE
         current = {"config": public_values(config), "inputs": input_files(config, num_prompts)}
@@ -165,7 +165,7 @@ class RecordStore:
 
 
 def input_files(config: EvalMasterConfig, num_prompts: int) -> dict[str, Any]:
-    """Return the inputs of the samples apart from the configuration: size and time of model and data files."""
+    """Return the sizes and modification times of the model and data files, on which samples depend."""
     found: dict[str, Any] = {"num_prompts": num_prompts}
     for _, section, key in config.path_keys():
         path = Path(getattr(section, key) or "")
@@ -179,7 +179,7 @@ def input_files(config: EvalMasterConfig, num_prompts: int) -> dict[str, Any]:
 
 
 def _influential(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that influence samples as flat `{dotted key: value}`."""
+    """Return the settings on which samples depend, as flat `{dotted key: value}`."""
     config = flatten_dict(state.get("config", {}), expand_lists=False)
     kept = {
         key: value
@@ -187,7 +187,7 @@ def _influential(state: Mapping[str, Any]) -> dict[str, Any]:
         if not any(key == skipped or key.startswith(f"{skipped}.") for skipped in WITHOUT_INFLUENCE)
     }
     device = config.get("cluster.device")
-    # As one value, because null is one of its own there: it leaves a field out of requests.
+    # The endpoint stays one value, because its fields may be null, which means that requests leave the field out.
     endpoint = state.get("config", {}).get("generation", {}).get("endpoint") or {}
     kept = {key: value for key, value in kept.items() if not key.startswith(_EXTRA_BODY)}
     return {**kept, _EXTRA_BODY: endpoint.get("extra_body"), "cluster.device": device, **state.get("inputs", {})}
@@ -199,7 +199,7 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def _whole_prompts(path: Path, per_prompt: int) -> list[AnswerRecord]:
-    """Read the answers on disk, and cut a half-written tail off the file."""
+    """Read the answers on disk, and remove an incomplete prompt from the end of the file."""
     if not path.exists():
         return []
     *lines, tail = read_bytes(path).split(b"\n")

@@ -1,7 +1,7 @@
 """Compute the report of an evaluation: the requested score, further scores, and the text for the console.
 
-It is built from records alone, so a finished evaluation can be reported again. Invariant: every prompt counts in every
-score; answers that could not be graded count as wrong, and the report has their number.
+The report is computed from records alone, so a finished evaluation can be reported again. Invariant: every prompt
+counts in every score. Answers that could not be graded count as wrong, and the report says how many there are.
 """
 
 import math
@@ -23,12 +23,13 @@ from nemo_rl.experience.trajectory import Outcome
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """Return the probability that at least one of k answers, drawn from n, is right.
 
-    The unbiased estimator `1 - C(n - c, k) / C(n, k)` of Chen et al. 2021 (arXiv 2107.03374, equation 1).
+    The function computes the unbiased estimator `1 - C(n - c, k) / C(n, k)` of Chen et al. 2021 (arXiv 2107.03374,
+    equation 1).
 
     Args:
         num_samples: n, the number of answers to the prompt.
         num_correct: c, the number of right answers.
-        k: answers drawn without replacement.
+        k: number of answers that are drawn without replacement.
 
     Raises:
         ValueError: not 0 <= c <= n, or not 1 <= k <= n.
@@ -45,18 +46,18 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def consensus_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> float:
     """Return the probability that the majority of k answers, drawn from n, is right.
 
-    Equal texts vote together, and so do answers that are None. Drawn answers keep their order; among answers with
-    equally many votes, the one that comes first wins. If copies of one text were graded differently, the first
-    drawn copy decides.
+    Equal texts vote together, and so do answers that are None. Drawn answers keep their order, and the first of several
+    texts with equally many votes wins. If answers with the same text were graded differently, the first one that is
+    drawn decides.
 
-    Computed exactly: for each answer and each number of votes, count the draws in which it is the first copy of its
-    text, the text has that many votes, and no other text has more votes, or equally many and comes earlier
+    The probability is exact. For each answer and each number of votes, the function counts the draws in which this
+    answer is the first one with its text, the text gets that many votes, and no other text wins against it
     (`_ways_to_lose`).
 
     Args:
-        answers: the extracted answer of each sample, normalized; None if there is none.
+        answers: the normalized extracted answer of each sample, or None if there is none.
         correct: whether each sample was graded as right.
-        k: answers drawn without replacement.
+        k: number of answers that are drawn without replacement.
 
     Raises:
         ValueError: the lengths differ, or not 1 <= k <= n.
@@ -85,7 +86,7 @@ def consensus_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: in
 
 
 def _ways_to_lose(others: Sequence[tuple[int, int]], votes: int, num_drawn: int) -> int:
-    """Count the ways to draw `num_drawn` answers from texts that all lose against an answer with `votes` votes."""
+    """Count the ways to draw `num_drawn` answers from texts that do not win against an answer with `votes` votes."""
     ways = [1] + [0] * num_drawn
     for copies, after in others:
         own = [comb(copies, drawn) for drawn in range(votes)] + [comb(after, votes)]
@@ -102,14 +103,14 @@ PromptScore = Callable[[Sequence[AnswerRecord]], float]
 
 @dataclass(frozen=True)
 class Score:
-    """A mean over prompts."""
+    """The mean of a score over prompts."""
 
     value: float
-    """Mean of the prompts' scores, 0 to 1."""
+    """Mean of the prompts' scores, from 0 to 1."""
     standard_error: float
-    """Standard error of the mean over prompts; 0 for one prompt."""
+    """Standard error of the mean over prompts, which is 0 for one prompt."""
     num_prompts: int
-    """Prompts in the mean."""
+    """Number of prompts in the mean."""
 
 
 @dataclass(frozen=True)
@@ -121,13 +122,13 @@ class EvalReport:
     metric: str
     """Name of the metric, for example "pass@1"."""
     num_tests_per_prompt: int
-    """Answers per prompt."""
+    """Number of answers per prompt."""
     score: Score
-    """The metric's value."""
+    """Value of the metric."""
     sampling: dict[str, Any]
     """Temperature, top_p, top_k, max_new_tokens and seed, and the address of a model at an endpoint."""
     companions: dict[str, Score]
-    """Further scores: pass@1 and, with several answers per prompt, pass@k and cons@k for other k."""
+    """Further scores: pass@1 and, with several answers per prompt, pass@k for other k and cons@k."""
     topics: dict[str, Score]
     """The metric by topic, if the data set has topics."""
     answers: dict[str, float]
@@ -182,7 +183,7 @@ def prompt_score(metric: str, k: int) -> PromptScore:
 
 
 def average(score_prompt: PromptScore, prompts: Sequence[Sequence[AnswerRecord]]) -> Score:
-    """Return the mean of the prompts' scores with its standard error, or 0 without prompts."""
+    """Return the mean of the prompts' scores with its standard error. Both are 0 without prompts."""
     if not prompts:
         return Score(0.0, 0.0, 0)
     scores = [score_prompt(answers) for answers in prompts]
@@ -192,7 +193,7 @@ def average(score_prompt: PromptScore, prompts: Sequence[Sequence[AnswerRecord]]
 
 
 def format_report(report: EvalReport) -> str:
-    """Format the report for the end of an evaluation."""
+    """Format the report as text for the console."""
     score = report.score
     rows = [(name, f"{other.value:.4f} ± {other.standard_error:.4f}") for name, other in report.companions.items()]
     rows += [(name, f"{value:.4g}") for name, value in report.answers.items()]

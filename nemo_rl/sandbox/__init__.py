@@ -1,10 +1,10 @@
-"""Run untrusted programs, locked up by the kernel.
+"""Run untrusted programs, which the kernel isolates from the machine.
 
     outcome = Sandbox(Limits(wall_time_s=5)).run(Program("print(6 * 7)"))
 
-`Sandbox.run` blocks and `Sandbox.run_async` does not; both return a `ProgramOutcome` for whatever the program does, and
-raise `SandboxError` only where it did not run. `mechanisms` lists how programs are locked up, `supervision` starts and
-ends them, and `jail/` is the code that runs inside, which imports nothing of the library.
+`Sandbox.run` blocks, and `Sandbox.run_async` does not. Both return a `ProgramOutcome`, whatever the program does, and
+raise `SandboxError` only if the program did not run. `mechanisms` lists the ways to isolate programs, and `supervision`
+starts and ends them. `jail/` is the code that runs inside the sandbox, and imports nothing of the library.
 """
 
 from nemo_rl.sandbox.program import End, Limits, Program, ProgramOutcome

@@ -1,10 +1,11 @@
-"""Let a program reach one server while it runs, and read its files when it has ended.
+"""Let a program in a sandbox reach one server while the program runs, and read its files after it has ended.
 
     program ── connects ──► 127.0.0.1:port in its namespace ──► listening socket, held here ──► relay ──► server
     scratch folder ◄── descriptor, held here ── read after the end
 
-The code inside makes socket and descriptor and sends them here (`jail/handover.py`). A socket belongs to the namespace
-where it was made, so a program without any network can be accepted here.
+The code inside the sandbox opens the socket and the folder, and sends both descriptors to this process
+(`jail/handover.py`). A socket belongs to the network namespace in which it was made, so this process can accept
+connections of a program that has no other network.
 """
 
 import asyncio
@@ -22,16 +23,16 @@ from nemo_rl.utils.errors import SandboxError
 
 _CHUNK_BYTES = 65536
 _MAX_CONNECTIONS = 64
-"""Connections of one program at the same time. Each takes two descriptors of this process, which runs many programs."""
+"""Largest number of connections of one program at the same time. Each takes two descriptors of this process."""
 
 
 def relay(listener: socket.socket, address: tuple[str, int], stopped: socket.socket) -> None:
-    """Accept and relay connections until another socket can be read, then end them and close the listening socket.
+    """Accept and relay connections until `stopped` can be read, then end all connections and close the listener.
 
     Args:
         listener: The listening socket.
         address: Host and port of the server.
-        stopped: Shut down from another thread to end this call.
+        stopped: Socket that another thread shuts down to end this call.
     """
     asyncio.run(_Relay(address).serve(listener, stopped))
 
@@ -48,12 +49,12 @@ class _Relay:
         server.close()  # `asyncio.run` cancels the connections
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Relay one connection, or close it if the server is absent or the limit is reached."""
+        """Relay one connection, or close it if the server cannot be reached or the limit of connections is reached."""
         if self._num_open >= _MAX_CONNECTIONS:
             writer.transport.abort()
             return
         self._num_open += 1
-        with contextlib.suppress(OSError, asyncio.CancelledError):  # asyncio would log a cancelled one
+        with contextlib.suppress(OSError, asyncio.CancelledError):  # otherwise asyncio logs cancelled connections
             try:
                 from_server, to_server = await asyncio.open_connection(*self._address)
                 try:
@@ -66,7 +67,7 @@ class _Relay:
 
 
 async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-    """Copy until the source ends, then end the target in this direction only."""
+    """Copy data until the source ends, and then end the stream to the target, but not the stream from it."""
     while data := await source.read(_CHUNK_BYTES):
         target.write(data)
         await target.drain()
@@ -79,10 +80,10 @@ _END_DEADLINE_S = 10.0
 
 
 class Handover:
-    """Takes the scratch folder of one run, and relays its connections on a thread until the run has ended.
+    """Receives the scratch folder of one run, and relays the connections of the run on a thread until it has ended.
 
     Args:
-        address: Host and port of the server; None for no relay.
+        address: Host and port of the server, or None for no relay.
 
     Raises:
         SandboxError: The host is unknown.
@@ -96,11 +97,11 @@ class Handover:
 
     @property
     def inside(self) -> int:
-        """The descriptor for the code inside."""
+        """The descriptor of the socket that the code inside the sandbox gets."""
         return self._inside.fileno()
 
     def __enter__(self) -> Self:
-        """Wait on a thread for what the code inside sends."""
+        """Start a thread that waits for the descriptors that the code inside the sandbox sends."""
         self._thread.start()
         return self
 
@@ -114,7 +115,8 @@ class Handover:
         """Read files that an ended program left in its folder (see `read_files`).
 
         Raises:
-            SandboxError: The folder did not arrive here, so nothing is known of its files.
+            SandboxError: This process did not receive the folder's descriptor, so nothing is known of the folder's
+                files.
         """
         self._end()
         if self._folder is None:
@@ -123,10 +125,10 @@ class Handover:
 
     def _take(self) -> None:
         expected = 1 if self._address is None else 2
-        _, given, _, _ = socket.recv_fds(self._outside, 1, expected)  # which ignores its flags in Python 3.12
+        _, given, _, _ = socket.recv_fds(self._outside, 1, expected)  # flags have no effect in Python 3.12
         for descriptor in given:
             os.set_inheritable(descriptor, False)
-        if len(given) < expected:  # the code inside has ended before, or this process may open no more files
+        if len(given) < expected:  # the code inside sent none, or this process may open no more files
             for descriptor in given:
                 os.close(descriptor)
             return
@@ -135,8 +137,8 @@ class Handover:
             relay(socket.socket(fileno=given[1]), self._address, self._outside)
 
     def _end(self) -> None:
-        """End the thread after it took everything that was sent before."""
-        with contextlib.suppress(OSError):  # closed before
+        """Let the thread receive everything that was already sent, and then end it."""
+        with contextlib.suppress(OSError):  # already closed
             self._outside.shutdown(socket.SHUT_RD)
         self._thread.join(_END_DEADLINE_S)
         if self._thread.is_alive():
@@ -146,7 +148,7 @@ class Handover:
 
 
 def _resolved(host: str, port: int) -> tuple[str, int]:
-    """Return an address with numbers only, so that no connection of the program waits for a slow name server."""
+    """Return the numeric address of a host, so that no connection of the program waits for a slow name server."""
     found = in_background(lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), "name of a sandbox's server")
     try:
         return str(found.result(_RESOLVE_DEADLINE_S)[0][4][0]), port

@@ -1,4 +1,4 @@
-"""The ways to lock a program up, and which of them work on this machine.
+"""The mechanisms that isolate a program from the machine.
 
     bubblewrap   namespaces made by `bwrap`; inside them seccomp, limits, and Landlock where the kernel has it
     landlock     Landlock, seccomp and limits; and namespaces of our own where this process may make them. Without
@@ -22,41 +22,41 @@ type Choice = Literal["auto", "bubblewrap", "landlock"]
 _NEEDED_CAPABILITIES = 1 << 6 | 1 << 7 | 1 << 21  # CAP_SETGID, CAP_SETUID, CAP_SYS_ADMIN
 
 SCRATCH = "/scratch"
-"""Path of the scratch folder as programs see it, where they have a view of files of their own."""
+"""Path of the scratch folder as a program sees it, if the program has its own root folder."""
 
 
 @dataclass(frozen=True)
 class Mechanism:
-    """One way to lock a program up."""
+    """One way to isolate a program."""
 
     name: MechanismName
-    """The name that the key takes."""
+    """Value of the configuration key that chooses the mechanism."""
     namespaces: Literal["outer", "own", "none"]
-    """Maker of namespaces: "outer" (bubblewrap), "own" (our code inside), or "none"."""
+    """Origin of the namespaces: "outer" (bubblewrap), "own" (the code in `jail`), or "none" if there are none."""
     newest_landlock: int | None = None
-    """Newest version of Landlock's rules to apply, 0 for no rules; None for the kernel's."""
+    """Newest version of Landlock's rules to apply, 0 for no rules, or None for the version of the kernel."""
 
     @property
     def has_own_files(self) -> bool:
-        """True if programs have a view of files of their own, with a scratch folder in memory."""
+        """True if programs have their own root folder, with a scratch folder in memory."""
         return self.namespaces != "none"
 
     def wrap(self, command: Sequence[str], readable: Sequence[str], info: int) -> list[str]:
-        """Return the command line that runs a command in the mechanism's outer part.
+        """Return the command line that runs a command in bubblewrap, or the command itself for other mechanisms.
 
         Args:
-            command: The command that finishes the work inside.
+            command: The command that completes the isolation from the inside.
             readable: Paths that have to be visible inside.
             info: File descriptor on which bubblewrap reports the process id of its first process.
         """
         if self.namespaces != "outer":
             return list(command)
-        # A folder that bubblewrap makes on its own for a path inside of it is closed to other users.
+        # bubblewrap closes the folders that it makes by itself, as parents of a path, to other users.
         folders = sorted({str(folder) for path in readable for folder in Path(path).parents} - {"/"})
         binds = [part for folder in folders for part in ("--dir", folder)]
         binds += [part for path in dict.fromkeys(readable) for part in _bind(path)]
         devices = [part for path in DEVICES for part in ("--dev-bind-try", path, path)]
-        # Root keeps its user, so that it can take one of its own later; others need a namespace of users.
+        # Root keeps its user here, so that it can change to another user later. Other users need a user namespace.
         users = ["--cap-add", "ALL"] if is_privileged() else ["--unshare-user", "--cap-add", "CAP_SYS_ADMIN"]
         unshared = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
         bwrap = shutil.which("bwrap") or "bwrap"
@@ -75,7 +75,7 @@ def is_privileged() -> bool:
 
 
 def is_root() -> bool:
-    """Return whether this process is root, whose programs then take another user."""
+    """Return whether this process is root. Its programs then run as another user."""
     return os.geteuid() == 0
 
 
@@ -89,4 +89,4 @@ BUBBLEWRAP = Mechanism("bubblewrap", "outer")
 LANDLOCK = Mechanism("landlock", "own")
 LANDLOCK_ALONE = Mechanism("landlock", "none")
 IN_ORDER = (BUBBLEWRAP, LANDLOCK, LANDLOCK_ALONE)
-"""All mechanisms, the strongest first."""
+"""All mechanisms, beginning with the strongest."""

@@ -1,4 +1,4 @@
-"""Write down for the code inside of a sandbox how to lock itself up and what to run (`nemo_rl/sandbox/jail`)."""
+"""Build the plan from which the code inside the sandbox (`nemo_rl/sandbox/jail`) isolates itself and runs a program."""
 
 import os
 import threading
@@ -10,13 +10,13 @@ from nemo_rl.sandbox.mechanisms import Mechanism, is_privileged, is_root
 from nemo_rl.sandbox.program import DEVICES, SYSTEM_LIBRARIES, Language, Limits, Program
 
 _MAX_LINKS = 40
-"""Links on the way to one path, as in the kernel."""
+"""Largest number of links on the way to one path, as in the kernel."""
 
 
 def with_links(paths: Iterable[str]) -> list[str]:
-    """Return absolute paths with every symbolic link on the way to them, and what they lead to.
+    """Return the targets of absolute paths, and all symbolic links on the way to these targets.
 
-    A path below another one of the result is left out, and so is one that does not exist.
+    Paths that do not exist are left out, and so are paths below another path of the result.
     """
     found: dict[str, None] = {}
     for path in paths:
@@ -26,7 +26,7 @@ def with_links(paths: Iterable[str]) -> list[str]:
 
 
 def _steps(path: str) -> list[str]:
-    """Return the links on the way to a path and the path without links, or nothing if the path does not exist."""
+    """Return the links on the way to a path and the path without links, or an empty list if the path does not exist."""
     links: list[str] = []
     while os.path.lexists(path) and len(links) < _MAX_LINKS:
         link = _first_link(path)
@@ -45,13 +45,13 @@ def _first_link(path: str) -> str | None:
 
 
 MAX_FILES = 4096
-"""Files and folders that a program may make."""
+"""Largest number of files and folders that a program may make."""
 _OPEN_FILES = 128
 _SEEN_PROCESSES = 1
-"""Processes of the sandbox itself below which a program with namespaces of its own is found: the first one inside."""
+"""Number of the sandbox's own processes that `usage_of` counts with a program in its own process namespace."""
 _SLACK = 2
-"""Where the kernel counts, the run is ended only at so many times its limit: a count of our own is not taken at one
-moment, and sees more processes than exist when they end and start quickly."""
+"""Factor on the limit of processes above which the library ends a run, if the kernel also limits the processes. The
+library's count is not taken at one moment. It is too high if processes start and end quickly."""
 
 
 def make_plan(
@@ -62,15 +62,15 @@ def make_plan(
     scratch: str,
     handover: int | None = None,
 ) -> dict[str, Any]:
-    """Return the parameters of the code inside, as values that `marshal` writes.
+    """Return the parameters of the code inside the sandbox, as values that `marshal` can write.
 
     Args:
-        mechanism: How the program is locked up.
-        limits: What it may use.
-        program: What to run.
+        mechanism: The mechanism that isolates the program.
+        limits: Limits of the program.
+        program: The program to run.
         language: The language of the program.
         scratch: Path of the scratch folder as the program sees it.
-        handover: Descriptor over which the code inside gives what `Handover` takes.
+        handover: Descriptor of the socket through which the code inside sends descriptors to `Handover`.
 
     Raises:
         ValueError: A file of the program is outside of its scratch folder.
@@ -111,7 +111,7 @@ def _variables(scratch: str) -> dict[str, str]:
 def _may_fork(mechanism: Mechanism) -> bool:
     """Return whether the kernel can limit and end all processes of a program.
 
-    It limits no processes of root, so root has to be able to become another user.
+    The kernel does not limit root's processes, so root must be able to change to another user.
     """
     return mechanism.has_own_files and (is_privileged() or os.geteuid() != 0)
 
@@ -119,7 +119,7 @@ def _may_fork(mechanism: Mechanism) -> bool:
 def max_threads(mechanism: Mechanism, limits: Limits) -> int:
     """Return the number of processes and threads, as `usage_of` counts them, above which a run is ended.
 
-    Where the kernel limits them, `fork` fails at the limit and no program gets there.
+    If the kernel limits the processes too, `fork` fails earlier, and no program reaches this number.
     """
     if not _may_fork(mechanism):
         return limits.processes + (_SEEN_PROCESSES if mechanism.has_own_files else 0)
@@ -127,11 +127,12 @@ def max_threads(mechanism: Mechanism, limits: Limits) -> int:
 
 
 def _own_processes(mechanism: Mechanism) -> int:
-    """Return how many processes of the sandbox itself the kernel counts with the program's processes.
+    """Return the number of processes of the sandbox that the kernel counts with the program's processes.
 
-    It counts the processes of one user, in one namespace of users. Root gives a program a user of its own: bubblewrap's
-    first process inside keeps root's, ours takes the program's. Others make a namespace of users, where bubblewrap has
-    only its first process inside, and ours also the one outside that waits for it.
+    The kernel counts the processes of one user in one user namespace. If the library runs as root, the program gets its
+    own user. The first process inside also has this user, except in bubblewrap, where it remains root. If the library
+    does not run as root, it makes a user namespace. This contains the first process inside and, without bubblewrap,
+    also the process outside that waits for it.
     """
     if mechanism.namespaces == "outer":
         return 0 if is_privileged() else 1

@@ -1,4 +1,4 @@
-"""Programs of a sandbox, their limits, and their outcomes."""
+"""Define the programs that run in a sandbox, their limits and their outcomes."""
 
 import os
 import sys
@@ -12,19 +12,19 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Language:
-    """Command and files of a language."""
+    """Command and files that run programs of a language."""
 
     file_name: str
-    """Name of the file that gets the source."""
+    """Name of the file to which the source code is written."""
     command: Sequence[str]
-    """The command line that runs this file; the first item is an absolute path."""
+    """Command line that runs this file. Its first item is an absolute path."""
     readable: Sequence[str]
-    """Paths that its programs may read and execute, besides the shared libraries of the system."""
+    """Paths that programs of the language may read and execute, besides the shared libraries of the system."""
 
 
 @cache
 def python() -> Language:
-    """Return the Python of this process, without its virtual environment and so without installed packages."""
+    """Return the Python of this process, without its virtual environment and therefore without installed packages."""
     program = os.path.realpath(sys.executable)
     config = sysconfig.get_config_vars()
     library = Path(config.get("LIBDIR") or "/nonexistent") / str(config.get("INSTSONAME"))
@@ -34,7 +34,7 @@ def python() -> Language:
 
 
 LANGUAGES: dict[str, Callable[[], Language]] = {"python": python}
-"""Every language by name. A function, because finding its files takes time."""
+"""Function that returns each language, by name. A function is used because it takes time to find a language's files."""
 
 SYSTEM_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
 """Paths of shared libraries, which any program needs to start."""
@@ -60,65 +60,64 @@ _PORT_FOR_PRIVILEGED = 65010
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one run, whose outcome says which limit has ended it."""
+    """Limits of one run. The outcome of the run says which limit ended it."""
 
     wall_time_s: float = 10.0
-    """Seconds from the start of the program."""
+    """Time in seconds from the start of the program."""
     cpu_time_s: float = 10.0
-    """Seconds of processor time of all processes of the run together; each one is also ended by the kernel when it
-    alone used that much."""
+    """Processor seconds of all processes together. The kernel also ends each process that alone used that much."""
     memory_mb: int = 512
-    """Address space of each process, and resident memory of all together, in MiB."""
+    """Address space of each process, and resident memory of all processes together, in MiB."""
     processes: int = 16
-    """Processes and threads at the same time; only threads where the kernel cannot end or count processes: without
-    namespaces, and for root that may not mount."""
+    """Number of processes and threads at the same time. The program may only start threads if the kernel cannot end or
+    count processes, which is the case without namespaces, and for root without the right to mount."""
     file_mb: int = 16
     """Size of each file, in MiB."""
     scratch_mb: int = 64
     """Size of the scratch folder, in MiB."""
     output_bytes: int = 65536
-    """Bytes of standard output, and of standard error, that are kept; a program that writes more is ended."""
+    """Bytes of standard output, and of standard error, that are kept. A program that writes more is ended."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """Source code or a command to run, with what it may see. Its `repr` leaves out what may be secret."""
+    """Source code or a command to run, and what it may access. Fields that may be secret are not in the `repr`."""
 
     source: str = ""
     """Text of the program."""
     language: str = "python"
     """Name of its language in `nemo_rl.sandbox.program.LANGUAGES`."""
     command: tuple[str, ...] = ()
-    """Command line to run in place of a source; the first item is an absolute path."""
+    """Command line to run in place of source code. Its first item is an absolute path."""
     arguments: tuple[str, ...] = ()
-    """Arguments of the source's command line."""
+    """Arguments that are appended to the command line of the language."""
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Environment variables besides PATH, HOME, TMPDIR and LANG, or in place of them."""
+    """Environment variables in addition to PATH, HOME, TMPDIR and LANG, which they may replace."""
     readable: tuple[str, ...] = ()
-    """Absolute paths of files and folders that it may read and execute, besides those of the language."""
+    """Absolute paths of files and folders that the program may read and execute, besides those of the language."""
     stdin: bytes = field(default=b"", repr=False)
-    """Bytes of its standard input."""
+    """Content of the program's standard input."""
     files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
-    """Content of files in the scratch folder, which is its current folder, by relative path."""
+    """Content of files in the scratch folder, by relative path. This folder is the program's current folder."""
     inherited: tuple[int, ...] = ()
     """Open file descriptors of this process that the program gets under the same numbers. Pipes are the only way to
-    talk with a running program; it cannot tell apart who else holds them."""
+    exchange data with a running program. The program cannot tell who else holds their other ends."""
     address: tuple[str, int] | None = None
-    """Host and port of the one TCP server that it may connect to, which it finds at `port_inside` of 127.0.0.1; None
-    for no network. It needs a mechanism with namespaces."""
+    """Host and port of the one TCP server that the program may connect to, or None for no network. The program reaches
+    the server at `port_inside` of 127.0.0.1. An address needs a mechanism with namespaces."""
     returned: tuple[str, ...] = ()
-    """Names of files that are read from the scratch folder when it has ended."""
+    """Names of files that are read from the scratch folder after the program has ended."""
     returned_bytes: int = 2**20
-    """Largest size of each of them."""
+    """Largest size in bytes of each returned file."""
 
     @property
     def port_inside(self) -> int | None:
-        """The port of 127.0.0.1 where the program finds its server: the server's, or another one below 1024."""
+        """The port of 127.0.0.1 at which the program reaches its server (see `port_inside`), or None without one."""
         return None if self.address is None else port_inside(self.address[1])
 
 
 def port_inside(port: int) -> int:
-    """Return the port inside a sandbox for a server's port, because the kernel keeps those below 1024 for root."""
+    """Return the port inside a sandbox for a server's port. It differs below 1024, where only root may listen."""
     return port if port >= _FIRST_FREE_PORT else _PORT_FOR_PRIVILEGED
 
 
@@ -126,38 +125,39 @@ class End(StrEnum):
     """Reasons why a program ended."""
 
     EXITED = "exited"
-    """By itself, with any exit code, or by a signal that no limit sent."""
+    """The program ended by itself with any exit code, or by a signal that no limit sent."""
     WALL_TIME = "wall time"
     CPU_TIME = "CPU time"
     MEMORY = "memory"
-    """All processes together held too much. One process that asks for too much gets a `MemoryError` instead."""
+    """All processes together used too much memory. One process that asks for too much gets a `MemoryError` instead."""
     PROCESSES = "processes"
-    """Only where the kernel could not refuse to start them."""
+    """The program started too many processes, and the kernel could not refuse to start them."""
     SCRATCH = "scratch folder"
-    """Only without namespaces; otherwise the folder is full at its limit, which the program sees as an `OSError`."""
+    """The scratch folder grew beyond its limit. This happens only without namespaces: with them, the program sees an
+    `OSError` when the folder is full."""
     OUTPUT = "output"
     CANCELLED = "cancelled"
 
 
 @dataclass(frozen=True)
 class ProgramOutcome:
-    """Outcome of a run. When it is returned, no process and no file of the run exists any more."""
+    """Outcome of a run. No process and no file of the run is left when the outcome is returned."""
 
     end: End
     """Why the program ended."""
     exit_code: int
-    """Its exit code, 128 + n after signal n (137 where a limit ended it)."""
+    """Exit code of the program, or 128 + n if signal n ended it (137 if a limit did)."""
     stdout: str
-    """Standard output, at most `Limits.output_bytes` of it; bytes that are not UTF-8 are replaced."""
+    """Standard output, of which at most `Limits.output_bytes` are kept. Bytes that are not UTF-8 are replaced."""
     stderr: str
-    """Standard error in the same way."""
+    """Standard error, with the same limit and replacement."""
     wall_time_s: float
-    """Seconds from its start to its end."""
+    """Time in seconds from the start of the program to its end."""
     cpu_time_s: float
-    """Processor seconds, of the start of the sandbox too."""
+    """Processor time in seconds, including the start of the sandbox."""
     files: Mapping[str, bytes | None] = field(default_factory=dict)
-    """Content of the files of `Program.returned` that it left; None for one that is too large or no regular file. Empty
-    for a cancelled run."""
+    """Content of each file of `Program.returned` that the program left. The content is None for a file that is too
+    large or is no regular file. A cancelled run has no files here."""
 
     @property
     def succeeded(self) -> bool:

@@ -1,4 +1,4 @@
-"""Run untrusted programs, without network, files, other processes or unlimited resources."""
+"""Run untrusted programs without access to network, files and other processes, and with limited resources."""
 
 import asyncio
 import fcntl
@@ -27,22 +27,22 @@ _JAIL = str(Path(__file__).parent / "jail")
 _ALL_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _PROBE_LIMITS = Limits(wall_time_s=30, cpu_time_s=30)
 _PROBE_ADDRESS = ("127.0.0.1", 65009)
-"""An address that the probe does not connect to."""
+"""Address that the probe gives to a program, which does not connect to it."""
 
 
 class Sandbox:
-    """Runs programs, each alone and locked up, safely from several threads at once.
+    """Runs programs, each of them isolated. The class is thread-safe.
 
-    A program sees a scratch folder that is empty but for its files and is its current folder, the files of its
-    language read-only, and nothing else: no network, no environment variables, no `/proc`, no other process, unless the
-    `Program` names paths, variables or the address of one server. When `run` returns, its processes and its scratch
-    folder are gone.
+    A program sees a scratch folder, which contains only the program's files and is its current folder, and the
+    read-only files of its language. It sees nothing else: no network, no environment variables, no `/proc` and no other
+    process, except for the paths, variables and the one server that `Program` names. When `run` returns, the program's
+    processes and its scratch folder no longer exist.
 
     Args:
-        limits: What each run may use.
-        mechanism: "bubblewrap", "landlock", or "auto" for the first that works on this machine; or one of
-            `nemo_rl.sandbox.mechanisms`, which is not tried first.
-        num_workers: Runs of `run_async` at the same time; further ones wait.
+        limits: Limits of each run.
+        mechanism: "bubblewrap", "landlock", or "auto" for the first mechanism that works on this machine. A `Mechanism`
+            is used without testing whether it works.
+        num_workers: Number of runs of `run_async` at the same time. Further runs wait.
 
     Raises:
         SandboxError: The mechanism does not work on this machine. Nothing ever runs unprotected.
@@ -59,11 +59,11 @@ class Sandbox:
         """Run a program and wait for its end.
 
         Args:
-            program: What to run.
-            cancelled: Set from another thread to end the run early.
+            program: The program to run.
+            cancelled: Event that another thread sets to end the run early.
 
         Raises:
-            SandboxError: The program could not be locked up, so it did not run.
+            SandboxError: The program could not be isolated, so it did not run.
             ValueError: The language is unknown, or a file is outside of the scratch folder.
         """
         return _run(self.mechanism, self.limits, program, cancelled or threading.Event())
@@ -72,7 +72,7 @@ class Sandbox:
         """Run a program without blocking the event loop, and end it if the call is cancelled.
 
         Raises:
-            SandboxError: The program could not be locked up, so it did not run.
+            SandboxError: The program could not be isolated, so it did not run.
             ValueError: The language is unknown, or a file is outside of the scratch folder.
         """
         cancelled = threading.Event()
@@ -83,7 +83,7 @@ class Sandbox:
             raise
 
     def close(self) -> None:
-        """Cancel the runs of `run_async` that wait, wait for the others, and release the threads."""
+        """Cancel the runs of `run_async` that have not started, wait for the other runs, and release the threads."""
         self._threads.shutdown(cancel_futures=True)
 
 
@@ -91,7 +91,7 @@ def choose_mechanism(choice: Choice) -> Mechanism:
     """Return the first mechanism of a choice that works on this machine.
 
     Raises:
-        SandboxError: None of them works; the message has the reason of each.
+        SandboxError: None of them works. The message has the reason for each mechanism.
     """
     wanted = [one for one in IN_ORDER if choice in ("auto", one.name)]
     if not wanted:
@@ -115,8 +115,8 @@ def why_unavailable(mechanism: Mechanism, with_address: bool = False) -> str | N
     """Return why a mechanism does not work on this machine, or None if a program ran in it just now.
 
     Args:
-        mechanism: What to try.
-        with_address: Whether it has to work for programs with an address, which needs more rights.
+        mechanism: The mechanism to try.
+        with_address: Whether the mechanism must also work for programs with an address, which needs more rights.
     """
     if sys.platform != "linux":
         return f"it needs Linux, and this is {sys.platform}"
@@ -170,7 +170,7 @@ def _supervised(
 
 @contextmanager
 def _scratch_of(mechanism: Mechanism) -> Iterator[str]:
-    """Give the path of the scratch folder, which is made and removed here if programs share the machine's files."""
+    """Yield the path of the scratch folder. Make and remove the folder if programs share the machine's files."""
     if mechanism.has_own_files:
         yield SCRATCH
         return
@@ -183,7 +183,7 @@ def _scratch_of(mechanism: Mechanism) -> Iterator[str]:
 
 @contextmanager
 def _sealed(content: bytes) -> Iterator[int]:
-    """Give a descriptor of a file in memory that cannot be changed any more, at its beginning."""
+    """Yield a descriptor of a file in memory, which can no longer be changed, positioned at its beginning."""
     descriptor = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with open(descriptor, "wb", closefd=False) as file:

@@ -1,6 +1,7 @@
-"""Measure and remove a scratch folder that a program filled, however deep it nested its folders.
+"""Measure and remove a scratch folder that a program filled, even if its folders are deeply nested.
 
-Needed only where programs share the machine's files; otherwise the folder is in memory and ends with them.
+Both functions are needed only if programs share the machine's files. Otherwise the folder is in memory and ends with
+the program.
 """
 
 import contextlib
@@ -11,7 +12,7 @@ from collections.abc import Iterable
 
 
 def is_beyond(folder: str, max_bytes: int, max_files: int) -> bool:
-    """Return whether a folder holds more bytes or files than allowed, or what cannot be listed."""
+    """Return whether a folder holds more bytes or files than allowed, or cannot be listed completely."""
     num_bytes, num_files = 0, 0
     try:
         for place, folders, names in os.walk(folder, onerror=_raise):
@@ -21,15 +22,15 @@ def is_beyond(folder: str, max_bytes: int, max_files: int) -> bool:
                 return True
     except FileNotFoundError:  # a folder that the program has just removed
         return False
-    except OSError:  # such as a path that is too long
+    except OSError:  # for example, the path is too long
         return True
     return False
 
 
 def remove(folder: str) -> None:
-    """Remove a folder and all below it.
+    """Remove a folder and everything below it.
 
-    Folders inside of folders are moved up first, because neither recursion nor paths reach any depth.
+    Nested folders are moved up first, because recursion and the length of paths limit the depth that can be reached.
     """
     pending = [folder]
     while pending:
@@ -62,15 +63,16 @@ def _raise(error: OSError) -> None:
 def read_file(folder: str | int, name: str, max_bytes: int) -> bytes | None:
     """Read a file that a program left in its scratch folder, or return None if it cannot be read.
 
-    Links, pipes and larger files cannot: a link would lead to a file that the program could not read.
+    Links, pipes and files above `max_bytes` are not read. A link could lead to a file that the program itself could not
+    read.
 
     Args:
-        folder: path of the folder, or a descriptor of it.
+        folder: path or descriptor of the folder.
         name: name of the file, without folders.
-        max_bytes: largest size.
+        max_bytes: largest size of the file.
 
     Raises:
-        FileNotFoundError: there is nothing of this name.
+        FileNotFoundError: there is no file with this name.
     """
     opened = folder if isinstance(folder, int) else os.open(folder, os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -1,4 +1,4 @@
-"""Start a locked-up process, read its output, and end it with everything that it started.
+"""Start an isolated process, read its output, and end the process and everything that it started.
 
     this thread ── selects on ── standard output and error: kept up to a limit
                               ├─ control: `init PID`, `ready`, `error TEXT` of the code inside; bubblewrap's report
@@ -30,7 +30,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _COUNTED = ("RssAnon:", "RssShmem:")
 _PIPE_BYTES = 65536
 _OF_A_QUEUE = 2
-"""Bytes of kernel memory for a byte in the queue of a TCP socket, whose buffers grow."""
+"""Bytes of kernel memory for each byte in the queue of a TCP socket, whose buffers grow when needed."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class Usage:
     """Resources that several processes use together."""
 
     cpu_time_s: float
-    """Processor seconds of the processes that live, and of their children that have ended."""
+    """Processor time in seconds of the running processes, and of their children that have ended."""
     memory_bytes: int
-    """Resident memory that is theirs: anonymous and shared, without pages of files, and what their pipes and sockets
-    may hold in the kernel. Pages that several of them share count for each."""
+    """Resident memory of the processes: anonymous and shared pages, without pages of files, and the kernel memory that
+    their pipes and sockets may hold. A page that several processes share counts once for each."""
     threads: int
-    """Threads of all of them; a process has at least one."""
+    """Number of threads of all processes. Each process has at least one."""
 
 
 def usage_of(pid: int, max_threads: int) -> Usage:
@@ -51,7 +51,8 @@ def usage_of(pid: int, max_threads: int) -> Usage:
 
     Args:
         pid: The process.
-        max_threads: Stop when more threads than these are found, because a fork bomb is faster than any count.
+        max_threads: Number of threads above which counting stops, because a fork bomb starts threads faster than they
+            are counted.
     """
     cpu_time_s, memory_bytes, threads, to_visit = 0.0, 0, 0, [pid]
     buffers: dict[str, int] = {}
@@ -64,14 +65,14 @@ def usage_of(pid: int, max_threads: int) -> Usage:
             for thread in (place / "task").iterdir():
                 threads += 1
                 to_visit += [int(child) for child in (thread / "children").read_text(encoding="ascii").split()]
-        except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+        except (FileNotFoundError, ProcessLookupError):  # the process has ended meanwhile
             continue
     return Usage(cpu_time_s, memory_bytes + sum(buffers.values()), threads)
 
 
 def _cpu_time_s(place: Path) -> float:
     fields = (place / "stat").read_text(errors="replace").rpartition(")")[2].split()
-    return sum(int(ticks) for ticks in fields[11:15]) / _TICKS_PER_S  # own and of ended children, user and system
+    return sum(int(ticks) for ticks in fields[11:15]) / _TICKS_PER_S  # user and system, with ended children
 
 
 def _memory_bytes(place: Path) -> int:
@@ -80,10 +81,10 @@ def _memory_bytes(place: Path) -> int:
 
 
 def _buffers(place: Path) -> dict[str, int]:
-    """Return the most bytes that each pipe and each socket of a process may hold, by its name.
+    """Return the largest number of bytes that each pipe and socket of a process may hold, by name.
 
-    Empty where this process may not look, as root without CAP_SYS_PTRACE: such a program has one process, whose few
-    descriptors limit its buffers.
+    The result is empty if this process may not read the descriptors, which is the case for root without CAP_SYS_PTRACE.
+    A program then has only one process, and its few descriptors limit its buffers.
     """
     found: dict[str, int] = {}
     try:
@@ -91,7 +92,7 @@ def _buffers(place: Path) -> dict[str, int]:
             name = os.readlink(entry.path)
             if name.startswith(("pipe:", "socket:")):
                 found[name] = _PIPE_BYTES if name.startswith("pipe:") else _socket_bytes()
-    except (PermissionError, FileNotFoundError):  # the file was closed meanwhile, or is another user's
+    except (PermissionError, FileNotFoundError):  # the file was closed meanwhile, or belongs to another user
         return found
     if any(name.startswith("socket:") for name in found):
         for name, num_bytes in _tcp_queues(place).items():
@@ -101,7 +102,7 @@ def _buffers(place: Path) -> dict[str, int]:
 
 
 def _tcp_queues(place: Path) -> dict[str, int]:
-    """Return the bytes that TCP sockets hold, by the name of the socket."""
+    """Return the bytes of kernel memory for the queues of TCP sockets, by the name of the socket."""
     queues = {}
     for table in ("tcp", "tcp6"):
         for line in (place / "net" / table).read_text(encoding="ascii").splitlines()[1:]:
@@ -113,10 +114,10 @@ def _tcp_queues(place: Path) -> dict[str, int]:
 
 @cache
 def _socket_bytes() -> int:
-    """Return the size of the buffer of a socket that is as it was made."""
+    """Return the default size of a socket's buffer."""
     try:
         return int(Path("/proc/sys/net/core/wmem_default").read_text(encoding="ascii"))
-    except (OSError, ValueError):  # a container may hide it
+    except (OSError, ValueError):  # a container may hide this file
         return 212_992
 
 
@@ -132,7 +133,7 @@ _OUT_OF_CPU_TIME = 128 + signal.SIGXCPU
 
 @dataclass
 class _Stream:
-    """Bytes of one pipe, up to a limit."""
+    """The bytes that were read from one pipe, up to a limit."""
 
     limit: int
     kept: bytearray = field(default_factory=bytearray)
@@ -149,32 +150,33 @@ class _Stream:
 
 @dataclass(frozen=True)
 class Launch:
-    """Command and descriptors of a locked-up process."""
+    """Command and descriptors of an isolated process."""
 
     command: Callable[[int, int], Sequence[str]]
-    """Returns the command line for the numbers of its two control descriptors."""
+    """Function that returns the command line, given the numbers of the two control descriptors."""
     stdin: int
-    """File descriptor of its standard input."""
+    """File descriptor of the process's standard input."""
     inherited: Sequence[int]
-    """Further file descriptors that it gets."""
+    """Further file descriptors that the process inherits."""
     has_report: bool
-    """Whether it gets the second control descriptor, on which bubblewrap reports. Other commands would leave it to the
-    program, which could name any process there."""
+    """Whether the process gets the second control descriptor, on which bubblewrap reports. Without bubblewrap, the
+    program would inherit it and could report any process there."""
     max_threads: int
-    """Processes and threads below the first process that is watched, itself included, above which the run is ended."""
+    """Largest number of processes and threads, counted from the first watched process. Above it the run is ended."""
 
 
 class Supervision:
     """One run, from its start to the death of its last process.
 
     Args:
-        launch: How to start it.
-        limits: What it may use.
-        is_scratch_full: Whether its scratch folder is beyond its limit, where the kernel does not watch that.
-        cancelled: Set from another thread to end it.
+        launch: Command and descriptors of the first process.
+        limits: Limits of the run.
+        is_scratch_full: Function that returns whether the scratch folder is beyond its limit, if the kernel does not
+            limit it.
+        cancelled: Event that another thread sets to end the run.
 
     Raises:
-        SandboxError: It could not be started.
+        SandboxError: The process could not be started.
     """
 
     def __init__(
@@ -192,14 +194,14 @@ class Supervision:
         self._init: tuple[int, int] | None = None
 
     def run(self) -> ProgramOutcome:
-        """Wait for the end and return what came of it.
+        """Wait for the end of the run and return its outcome.
 
         Raises:
-            SandboxError: The program could not be locked up, and did not run.
+            SandboxError: The program could not be isolated, and did not run.
         """
         try:
             end = self._watch()
-        except OSError as error:  # such as too many open files
+        except OSError as error:  # for example, too many open files
             raise SandboxError(f"A program in a sandbox could not be watched and was ended: {error}") from error
         finally:
             status, cpu_time_s = self._end_all()
@@ -212,7 +214,7 @@ class Supervision:
         return ProgramOutcome(end, status, self._out.text(), self._err.text(), wall_time_s, cpu_time_s)
 
     def _start(self, launch: Launch) -> tuple[subprocess.Popen[bytes], int, dict[int, _Stream]]:
-        """Start the process, and return it with a descriptor of it and the reading ends of its pipes."""
+        """Start the process, and return the process, its pidfd, and its streams by the reading ends of their pipes."""
         with contextlib.ExitStack() as given, contextlib.ExitStack() as kept:
             try:
                 (out, out_inside), (err, err_inside) = _pipe(kept, given), _pipe(kept, given)
@@ -234,7 +236,7 @@ class Supervision:
         return process, pidfd, {out: self._out, err: self._err, control: self._control, info: self._info}
 
     def _watch(self) -> End:
-        """Read what comes until the process ends or goes beyond a limit."""
+        """Read the pipes until the process ends or exceeds a limit, and return the reason for the end."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._pidfd, selectors.EVENT_READ)
             for pipe, stream in self._pipes.items():
@@ -255,9 +257,10 @@ class Supervision:
                         return end
 
     def _read_control(self) -> None:
-        """Take note of the start of the program and of the first process of its namespace.
+        """Read the reports about the start of the program and the first process of its namespace.
 
-        The first process is reported before the program starts, so nothing that is written later names it.
+        The first process is reported before the program starts. Later reports about it may come from the program and
+        are ignored.
         """
         if self._ready_at is not None:
             return
@@ -271,13 +274,13 @@ class Supervision:
             self._ready_at = time.monotonic()
 
     def _init_pid(self) -> int | None:
-        """Return the first process of the namespace, as the code inside or bubblewrap reported it."""
+        """Return the id of the first process of the namespace, as the code inside or bubblewrap reported it."""
         for line in self._control.kept.splitlines():
             if line.startswith(b"init "):
                 return int(line.split()[1])
         try:
             report = json.loads(self._info.kept)
-        except ValueError:  # not written yet
+        except ValueError:  # not reported yet
             return None
         pid = report.get("child-pid") if isinstance(report, dict) else None
         return pid if isinstance(pid, int) and pid > 0 else None
@@ -306,7 +309,7 @@ class Supervision:
         return End.OUTPUT if self._out.overflowed or self._err.overflowed else None
 
     def _end_all(self) -> tuple[int, float]:
-        """Kill what is left, wait for it, read the rest of the pipes, and return exit code and processor time."""
+        """Kill and await all remaining processes, read the rest of the pipes, and return exit code and CPU seconds."""
         try:
             self._read_left()
             with contextlib.suppress(OSError):  # without a pidfd, the first process ends with its parent
@@ -324,14 +327,14 @@ class Supervision:
         return code if code >= 0 else 128 - code, max(self._cpu_time_s, used.ru_utime + used.ru_stime)
 
     def _wait_for(self, pidfd: int) -> None:
-        poll = select.poll()  # `select` takes no descriptor from 1024 on
+        poll = select.poll()  # `select` does not accept descriptors from 1024 on
         poll.register(pidfd, select.POLLIN)
         if not poll.poll(_END_DEADLINE_S * 1000):
             _kill(self._pidfd)
             raise SandboxError(f"A program in a sandbox did not end within {_END_DEADLINE_S:g} s of SIGKILL.")
 
     def _read_left(self) -> None:
-        """Read the present content of the pipes without waiting."""
+        """Read the bytes that are now in the pipes, without waiting for more."""
         for pipe, stream in self._pipes.items():
             os.set_blocking(pipe, False)
             with contextlib.suppress(BlockingIOError):
@@ -352,7 +355,7 @@ def _pipe(kept: contextlib.ExitStack, given: contextlib.ExitStack) -> tuple[int,
 
 
 def _opened(process: subprocess.Popen[bytes]) -> int:
-    """Return a descriptor of a process, or end the process if it can have none and nothing could watch it."""
+    """Return a pidfd of the process. If there can be none, end the process, because nothing could watch it."""
     try:
         return os.pidfd_open(process.pid)
     except OSError:

@@ -1,1 +1,1 @@
-"""The APIs that programs speak: they read requests into `CallRequest` and write `CallAnswer`s as responses."""
+"""Translate the APIs that programs use: read requests into `CallRequest`, and write `CallAnswer` as responses."""

@@ -1,7 +1,7 @@
-"""OpenAI's Chat Completions, `/v1/chat/completions`.
+"""Translate OpenAI's Chat Completions API, `/v1/chat/completions`.
 
-Fields that vLLM adds are read too: `top_k`, `chat_template_kwargs`, `return_token_ids`, `return_tokens_as_token_ids`
-and `continue_final_message`.
+The fields that vLLM adds to the API are read too: `top_k`, `chat_template_kwargs`, `return_token_ids`,
+`return_tokens_as_token_ids` and `continue_final_message`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ def read_messages(fields: Fields) -> list[Message]:
     """Read the field `messages`.
 
     Raises:
-        CallError: it is missing or empty, or a message is wrong.
+        CallError: the field is missing or empty, or a message is wrong.
     """
     messages = [_read_message(each) for each in fields.objects("messages")]
     if not messages:
@@ -59,11 +59,11 @@ def _read_message(fields: Fields) -> Message:
 
 
 def _read_answer(fields: Fields) -> Message:
-    """Read a message of the model. Its content may be null: then it has calls, a refusal or only reasoning."""
+    """Read a message of the model. Its content is null if it has only calls, a refusal or reasoning."""
     fields.refuse({"function_call": (), "audio": ()})
     content = text_of(fields, _ANSWER_TEXTS) if fields.has("content") else fields.text("refusal", "")
     message: Message = {"role": "assistant", "content": content}
-    # Some servers and clients call it `reasoning`.
+    # Some servers and clients name this field `reasoning`.
     reasoning = fields.text("reasoning_content", fields.text("reasoning"))
     if reasoning is not None:
         message["reasoning_content"] = reasoning
@@ -124,7 +124,7 @@ class ChatCompletions:
     def events(
         self, body: Body, request: CallRequest, answers: Sequence[CallAnswer], memory: SessionMemory
     ) -> Iterator[Event]:
-        """See `Dialect.events`: the chunks of one answer follow each other."""
+        """See `Dialect.events`. The chunks of one answer follow each other without chunks of other answers."""
         head = stream_header(body, answers, "chat.completion.chunk", _ID_PREFIX)
         first = prompt_token_ids(body, answers)
         for index, answer in enumerate(answers):
@@ -139,7 +139,7 @@ class ChatCompletions:
 
 
 def _refuse_functions(fields: Fields) -> None:
-    """Refuse the fields that tools have replaced."""
+    """Refuse the deprecated fields for functions, which tools have replaced."""
     for name, instead in (("functions", "tools"), ("function_call", "tool_choice")):
         if fields.values.get(name):
             raise fields.unsupported(name, f"Use {instead}, which has replaced it.")
@@ -155,7 +155,7 @@ def _continues_last(fields: Fields, messages: Sequence[Message]) -> bool:
 
 
 def _choice(body: Body, index: int, answer: CallAnswer) -> Mapping[str, Any]:
-    # OpenAI writes null, and no empty text, next to tool calls.
+    # Next to tool calls, OpenAI writes null and not an empty text.
     content = None if answer.tool_calls and not answer.content else answer.content
     message: Message = {"role": "assistant", "content": content, "refusal": None, "reasoning_content": answer.reasoning}
     if answer.tool_calls:
@@ -171,7 +171,7 @@ def _choice(body: Body, index: int, answer: CallAnswer) -> Mapping[str, Any]:
 
 
 def _chunk_choices(body: Body, index: int, answer: CallAnswer) -> Iterator[Mapping[str, Any]]:
-    """Return the choices of an answer's chunks, of which the second has the log probabilities and tokens of all."""
+    """Yield the choices of an answer's chunks, of which the second has the log probabilities and tokens of them all."""
     deltas = [*_deltas(answer), {}]
     for position, delta in enumerate(deltas):
         is_last = position == len(deltas) - 1

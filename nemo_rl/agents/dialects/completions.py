@@ -1,6 +1,6 @@
-"""OpenAI's Completions, `/v1/completions`: a text or tokens that the policy continues, without a chat template.
+"""Translate OpenAI's Completions API, `/v1/completions`, in which the policy continues a text or tokens directly.
 
-Unlike OpenAI's, which stops after 16 tokens, an answer is as long as the run allows if `max_tokens` is left out.
+If `max_tokens` is left out, an answer may be as long as the run allows. OpenAI's servers stop it after 16 tokens.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,7 +56,7 @@ class Completions:
     def events(
         self, body: Body, request: CallRequest, answers: Sequence[CallAnswer], memory: SessionMemory
     ) -> Iterator[Event]:
-        """See `Dialect.events`: for each answer a chunk with its text, and a chunk with the reason of its end."""
+        """See `Dialect.events`. Each answer has a chunk with its text, and a chunk with the reason for its end."""
         head = stream_header(body, answers, "text_completion", _ID_PREFIX)
         prompt = prompt_token_ids(body, answers)
         for index, answer in enumerate(answers):
@@ -72,7 +72,7 @@ class Completions:
 
 
 def _prompt(fields: Fields) -> str | Sequence[int]:
-    """Read a prompt, which may also be a list of one prompt."""
+    """Read the prompt, which may be in a list of length 1."""
     prompt = fields.values.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         (prompt,) = prompt
@@ -93,14 +93,14 @@ def _choice(body: Body, index: int, answer: CallAnswer) -> dict[str, Any]:
         "index": index,
         "text": answer.content,
         "logprobs": _logprobs(answer, with_top=body["logprobs"] > 0) if wants_logprobs else None,
-        # The API knows no calls.
+        # The API has no tool calls.
         "finish_reason": "stop" if answer.finish_reason == "tool_calls" else answer.finish_reason,
         **token_ids(body, answer),
     }
 
 
 def _logprobs(answer: CallAnswer, with_top: bool) -> Mapping[str, Any]:
-    """Return the log probabilities, in which the sampled token is the only known candidate for each position."""
+    """Return the log probabilities. The sampled token is the only candidate that is known for each position."""
     scored = list(scored_tokens(answer))
     texts = [text for text, _ in scored]
     offsets = list(accumulate(map(len, texts), initial=0))[:-1]

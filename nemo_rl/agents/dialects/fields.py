@@ -13,7 +13,7 @@ from typing import Any, Self
 from nemo_rl.agents.endpoint.calls import CallError
 
 MOST_ITEMS = 4_096
-"""Most items of a list of a request, such as its messages."""
+"""Largest number of items in a list of a request, such as its messages."""
 _SHOWN_CHARS = 80
 _SHOWN_DEPTH = 2
 _SHOWN_ITEMS = 4
@@ -24,7 +24,7 @@ class Fields:
     """One JSON object of a request.
 
     Args:
-        path: place of the object in the request, for errors: `messages[2]`; empty for the request itself.
+        path: path of the object in the request, such as `messages[2]`, for errors. It is empty for the request itself.
 
     Raises:
         CallError: `values` is no object.
@@ -37,7 +37,7 @@ class Fields:
         self.path = path
 
     def name_of(self, name: str) -> str:
-        """Return the place of a field in the request."""
+        """Return the path of a field in the request."""
         return f"{self.path}.{name}" if self.path else name
 
     def has(self, name: str) -> bool:
@@ -45,11 +45,11 @@ class Fields:
         return self.values.get(name) is not None
 
     def wrong(self, name: str, allowed: str) -> CallError:
-        """Return an error that the value of a field is not allowed."""
+        """Return an error that says that the value of a field is not allowed."""
         return _wrong(self.name_of(name), self.values.get(name), allowed)
 
     def text(self, name: str, default: str | None = None) -> str | None:
-        """Return a text.
+        """Return a text, or `default` if the field is left out.
 
         Raises:
             CallError: the field is something else.
@@ -80,7 +80,7 @@ class Fields:
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """Return a boolean.
+        """Return a boolean, or `default` if the field is left out.
 
         Raises:
             CallError: the field is something else.
@@ -112,13 +112,13 @@ class Fields:
         value = self.values.get(name)
         if value is None:
             return None
-        # Compared before the conversion: an integer of JSON may be too large for a float.
+        # The value is compared before its conversion, because an integer in JSON may be too large for a float.
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
             raise self.wrong(name, f"a number from {low:g} to {high:g}")
         return float(value)
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """Return one or more texts that are not empty: of a text, of a list of texts, or none if it is left out.
+        """Return the texts of a field that is a text or a list of texts, or an empty tuple if the field is left out.
 
         Raises:
             CallError: the field is something else, or has an empty text.
@@ -152,7 +152,7 @@ class Fields:
             raise CallError(400, message, "invalid_value", place)
 
     def objects(self, name: str) -> Iterator[Self]:
-        """Return the objects of a list.
+        """Yield the objects of a list.
 
         Raises:
             CallError: the field is no list of objects.
@@ -173,7 +173,7 @@ class Fields:
         """Return an object whose content is passed on, for example a schema, or None if the field is left out.
 
         Raises:
-            CallError: the field is something else, or has a number or a text in it that JSON cannot hold.
+            CallError: the field is something else, or contains a number or a text that JSON cannot represent.
         """
         value = self.values.get(name)
         if value is None:
@@ -188,7 +188,7 @@ class Fields:
         """Refuse fields that would change the answer and are not supported.
 
         Args:
-            unsupported: name of each field, and values that have no effect.
+            unsupported: values of each field that have no effect, by the field's name.
 
         Raises:
             CallError: a field has another value.
@@ -200,10 +200,10 @@ class Fields:
                 raise self.unsupported(name, advice)
 
     def unsupported(self, name: str, advice: str) -> CallError:
-        """Return an error that the endpoint does not support the value of a field.
+        """Return an error that says that the endpoint does not support the value of a field.
 
         Args:
-            name: the field.
+            name: name of the field.
             advice: what to do instead.
         """
         place = self.name_of(name)
@@ -226,7 +226,7 @@ def _text(value: Any, place: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        # JSON can write one as an escape; no tokenizer reads it.
+        # JSON can represent such a surrogate as an escape, but no tokenizer accepts it.
         raise _wrong(place, value, "a text without unpaired surrogates") from None
     return value
 
@@ -237,7 +237,7 @@ def _wrong(place: str, value: Any, allowed: str) -> CallError:
 
 
 def _shown(value: Any) -> str:
-    """Return the beginning of a value, in JSON and ASCII."""
+    """Return the beginning of a value as JSON in ASCII."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     try:
@@ -248,7 +248,7 @@ def _shown(value: Any) -> str:
 
 
 def _beginning(value: Any, depth: int = _SHOWN_DEPTH) -> Any:
-    """Return enough of a value to show its beginning."""
+    """Return a part of a value that is enough to show its beginning."""
     if isinstance(value, str):
         return value[: _SHOWN_CHARS + 1]
     if isinstance(value, list):
@@ -260,16 +260,16 @@ def _beginning(value: Any, depth: int = _SHOWN_DEPTH) -> Any:
 
 
 SEPARATOR = "\n"
-"""Stands between the text parts of a message, as in vLLM."""
+"""Separator between the text parts of a message, as in vLLM."""
 
 
 def parts_of(message: Fields, text_type: str, name: str = "content") -> Iterator[Fields]:
-    """Return the parts of a content: one part for a text, and no parts if the content is left out.
+    """Yield the parts of a content. A text has one part, and a content that is left out has none.
 
     Args:
-        message: the object that has the content.
+        message: the object with the content.
         text_type: type of the part that a text stands for.
-        name: field of the content.
+        name: name of the field with the content.
 
     Raises:
         CallError: the content is neither a text nor a list of objects.
@@ -287,9 +287,9 @@ def text_of(message: Fields, text_types: Collection[str], name: str = "content")
     """Return the joined texts of a content.
 
     Args:
-        message: the object that has the content.
-        text_types: types of parts that are texts, the first for a content that is a text itself.
-        name: field of the content.
+        message: the object with the content.
+        text_types: types of parts that are texts. The first type stands for a content that is a text itself.
+        name: name of the field with the content.
 
     Raises:
         CallError: the content has other parts.
@@ -302,7 +302,7 @@ def required_text_of(message: Fields, text_types: Collection[str], name: str = "
     """Return the joined texts of a content that has to be given.
 
     Raises:
-        CallError: it is missing, or has other parts.
+        CallError: the content is missing, or has other parts.
     """
     if not message.has(name):
         raise message.wrong(name, "a text or a list of text parts")
@@ -313,17 +313,17 @@ def part_text(part: Fields, text_types: Collection[str]) -> str:
     """Return the text of a part.
 
     Raises:
-        CallError: it is no text.
+        CallError: the part is no text.
     """
     kind = part.required_text("type")
     if kind not in text_types:
         raise not_a_text(part, text_types)
-    # A refusal, which OpenAI's models write in place of a text, is a part of its own.
+    # A refusal, which OpenAI's models return in place of a text, is a separate type of part.
     return part.required_text("refusal" if kind == "refusal" else "text", may_be_empty=True)
 
 
 def not_a_text(part: Fields, text_types: Collection[str]) -> CallError:
-    """Return an error that a part cannot be read."""
+    """Return an error that says that a part cannot be read."""
     return part.unsupported("type", f"The policy reads texts only: give parts of type {' or '.join(text_types)}.")
 
 

@@ -7,7 +7,7 @@ from nemo_rl.agents.endpoint.calls import CallAnswer, CallError, CallRequest
 
 type Body = Mapping[str, Any]
 type SessionMemory = dict[str, Any]
-"""Data that a dialect keeps of a session between its requests, by keys of its own, for example conversations."""
+"""Data that a dialect keeps between the requests of a session, such as conversations, under keys of the dialect."""
 
 
 class Event(NamedTuple):
@@ -16,11 +16,11 @@ class Event(NamedTuple):
     data: Mapping[str, Any] | str
     """JSON value, or the text "[DONE]"."""
     name: str | None = None
-    """Value of its field `event`; None leaves the field out."""
+    """Value of the event's field `event`, or None to leave the field out."""
 
 
 class Dialect(Protocol):
-    """Translates one API without state, since the memory of a session holds everything that it keeps."""
+    """Translates one API. A dialect has no state of its own, and keeps data only in the memory of a session."""
 
     path: str
     """Path of the API below the endpoint's address, for example `/v1/chat/completions`."""
@@ -29,7 +29,8 @@ class Dialect(Protocol):
         """Read a request.
 
         Raises:
-            CallError: a field is wrong (400), or asks for something that the endpoint does not do (400).
+            CallError: a field is wrong, or asks for something that the endpoint does not support (both with status
+                400).
         """
 
     def response(

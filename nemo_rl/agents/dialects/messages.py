@@ -1,8 +1,8 @@
-"""Anthropic's Messages API, `/v1/messages`.
+"""Translate Anthropic's Messages API, `/v1/messages`.
 
-Differences to Anthropic's own servers: `max_tokens` has no upper limit, `thinking` and its budget are ignored (the
-chat template decides whether the policy reasons, see `chat_template_kwargs`), `is_error` of a tool's result is not
-shown to the policy, and consecutive messages of one role stay separate messages.
+The endpoint differs from Anthropic's own servers. `max_tokens` has no upper limit. `thinking` and its budget are
+ignored, because the chat template decides whether the policy reasons (see `chat_template_kwargs`). The policy does not
+see `is_error` of a tool's result, and consecutive messages of one role stay separate messages.
 """
 
 import json
@@ -20,13 +20,12 @@ from nemo_rl.data.interfaces import Message
 type Block = dict[str, Any]
 
 UNPARSED = "unparsed_arguments"
-"""Key of a call's input if the model's arguments are no JSON object, which the API has no place for.
+"""Key of a call's input if the model's arguments are no JSON object, which the API cannot represent.
 
-Its value is the text of the arguments; reading such an input gives this text again.
-"""
+The value of the key is the text of the arguments. Reading such an input returns this text."""
 
 SIGNATURE = "unsigned"
-"""Signature of reasoning. It is not empty because some programs send back only reasoning that has one."""
+"""Signature of reasoning. It is not empty, because some programs send reasoning back only if it has a signature."""
 
 _TEXTS = ("text",)
 _ROLES = ("user", "assistant", "system")
@@ -36,7 +35,7 @@ def read_system(fields: Fields) -> list[Message]:
     """Read the field `system`.
 
     Raises:
-        CallError: it is neither a text nor a list of text blocks.
+        CallError: the field is neither a text nor a list of text blocks.
     """
     text = text_of(fields, _TEXTS, "system")
     return [{"role": "system", "content": text}] if text else []
@@ -46,7 +45,7 @@ def read_messages(fields: Fields) -> list[Message]:
     """Read the field `messages`.
 
     Raises:
-        CallError: it is missing or empty, or a message is wrong.
+        CallError: the field is missing or empty, or a message is wrong.
     """
     messages: list[Message] = []
     for each in fields.objects("messages"):
@@ -65,7 +64,7 @@ def read_messages(fields: Fields) -> list[Message]:
 
 
 def _read_user(fields: Fields) -> list[Message]:
-    """Return a message for each result of a tool, and one for the texts if there are any or no results."""
+    """Return a message for each result of a tool, and a message with all texts if there are texts or no results."""
     results: list[Message] = []
     texts: list[str] = []
     for block in parts_of(fields, "text"):
@@ -113,7 +112,7 @@ def _read_call(block: Fields) -> Message:
 
 
 def blocks_of(answer: CallAnswer) -> list[Block]:
-    """Return the blocks of an answer: reasoning, text and calls. An empty text has none."""
+    """Return the blocks of an answer: reasoning, text and calls. An empty text has no block."""
     blocks: list[Block] = []
     if answer.reasoning is not None:
         blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": SIGNATURE})
@@ -128,12 +127,12 @@ def blocks_of(answer: CallAnswer) -> list[Block]:
 def _input_of(call: AnsweredToolCall) -> Mapping[str, Any]:
     """Return the arguments of a call as an object, or an object with only `UNPARSED` if they cannot be parsed."""
     parsed = _parsed(call.arguments)
-    # An object of the model that looks like the one of a text is written as a text too, to be read as it was.
+    # An object of the model that itself looks like `UNPARSED` is also kept as text, so that it is read back unchanged.
     return {UNPARSED: call.arguments} if parsed is None or _is_unparsed(parsed) else parsed
 
 
 def _arguments_of(given: Mapping[str, Any]) -> str:
-    """Return the arguments of an input as text."""
+    """Return the arguments in the input of a call as text."""
     return str(given[UNPARSED]) if _is_unparsed(given) else json.dumps(given, ensure_ascii=False)
 
 
@@ -142,7 +141,7 @@ def _is_unparsed(given: Mapping[str, Any]) -> bool:
 
 
 def _parsed(arguments: str) -> Mapping[str, Any] | None:
-    """Return the object of a JSON text, or None if it is another value or JSON cannot write it again."""
+    """Return the object of a JSON text, or None if it is no object or has values that JSON does not allow."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -161,7 +160,7 @@ def empty_block(block: Block) -> Block:
 
 
 def block_deltas(block: Block) -> Sequence[Block]:
-    """Return the changes that make the block of an empty one."""
+    """Return the changes that turn the empty block into the block."""
     if block["type"] == "thinking":
         return (
             {"type": "thinking_delta", "thinking": block["thinking"]},
@@ -272,7 +271,7 @@ def _stop(answer: CallAnswer) -> Mapping[str, Any]:
 
 
 def _usage(answer: CallAnswer) -> dict[str, Any]:
-    """Return the numbers of tokens, without cached tokens in the number for the input."""
+    """Return the numbers of tokens. Cached tokens do not count as input tokens."""
     return {
         "input_tokens": answer.num_prompt_tokens - answer.num_cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -282,7 +281,7 @@ def _usage(answer: CallAnswer) -> dict[str, Any]:
 
 
 def _stream(message: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Return the data of the events that write a message."""
+    """Yield the data of the events that stream a message."""
     unfinished: Mapping[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
     usage = message["usage"]
     start = {**message, **unfinished, "usage": {**usage, "output_tokens": 0}}

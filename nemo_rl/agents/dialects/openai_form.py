@@ -1,4 +1,4 @@
-"""Parts of responses that OpenAI's APIs share: usage, log probabilities, beginning and end of streams, errors."""
+"""Build the parts of responses that OpenAI's APIs share: usage, log probabilities, frames of streams, and errors."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,11 +11,11 @@ _ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_
 
 
 def header(body: Body, answers: Sequence[CallAnswer], kind: str, id_prefix: str) -> dict[str, Any]:
-    """Return the fields that each response begins with.
+    """Return the fields at the beginning of each response.
 
     Args:
         body: the request.
-        id_prefix: begins the identifier, as `chatcmpl-` does.
+        id_prefix: beginning of the response's id, such as `chatcmpl-`.
     """
     return {
         "id": f"{id_prefix}{answers[0].id}",
@@ -26,7 +26,7 @@ def header(body: Body, answers: Sequence[CallAnswer], kind: str, id_prefix: str)
 
 
 def usage(answers: Sequence[CallAnswer]) -> Mapping[str, Any]:
-    """Return the numbers of tokens, in which the prompt counts once."""
+    """Return the numbers of tokens. The prompt counts once, even if there are several answers."""
     prompt = answers[0].num_prompt_tokens
     sampled = sum(answer.num_tokens for answer in answers)
     return {
@@ -38,16 +38,16 @@ def usage(answers: Sequence[CallAnswer]) -> Mapping[str, Any]:
 
 
 def stream_header(body: Body, answers: Sequence[CallAnswer], kind: str, id_prefix: str) -> dict[str, Any]:
-    """Return the fields that each chunk of a stream begins with, from the arguments of `header`."""
+    """Return the fields at the beginning of each chunk of a stream. The arguments are those of `header`."""
     return header(body, answers, kind, id_prefix) | ({"usage": None} if _wants_usage(body) else {})
 
 
 def last_events(body: Body, head: Mapping[str, Any], answers: Sequence[CallAnswer]) -> Iterator[Event]:
-    """Yield the end of a stream: the numbers of tokens if the request asks for them, and the mark of the end.
+    """Yield the last events of a stream: the numbers of tokens if the request asks for them, and the end mark.
 
     Args:
         body: the request.
-        head: the fields that each chunk begins with.
+        head: the fields at the beginning of each chunk.
         answers: the answers of the request.
     """
     if _wants_usage(body):
@@ -56,12 +56,12 @@ def last_events(body: Body, head: Mapping[str, Any], answers: Sequence[CallAnswe
 
 
 def _wants_usage(body: Body) -> bool:
-    """Return whether a stream ends with the numbers of tokens."""
+    """Return whether the request asks for the numbers of tokens at the end of the stream."""
     return bool((body.get("stream_options") or {}).get("include_usage"))
 
 
 def scored_tokens(answer: CallAnswer) -> Iterator[tuple[str, float]]:
-    """Return text and log probability of each sampled token, or `token_id:5` for an unknown text (as vLLM)."""
+    """Yield text and log probability of each sampled token. As in vLLM, a token without a text is `token_id:5`."""
     texts = answer.token_texts
     if len(texts) != len(answer.token_ids):
         texts = [f"token_id:{token}" for token in answer.token_ids]
@@ -69,18 +69,19 @@ def scored_tokens(answer: CallAnswer) -> Iterator[tuple[str, float]]:
 
 
 def token_ids(body: Body, answer: CallAnswer) -> dict[str, Any]:
-    """Return the field for the sampled tokens if the request asks for them, as in vLLM."""
+    """Return the field with the sampled tokens if the request asks for it, as in vLLM."""
     return {"token_ids": list(answer.token_ids)} if body.get("return_token_ids") else {}
 
 
 def prompt_token_ids(body: Body, answers: Sequence[CallAnswer]) -> dict[str, Any]:
-    """Return the field for the tokens of the prompt if the request asks for them, as in vLLM."""
+    """Return the field with the tokens of the prompt if the request asks for it, as in vLLM."""
     return {"prompt_token_ids": list(answers[0].prompt_token_ids)} if body.get("return_token_ids") else {}
 
 
 def exact_tokens(body: Body, answer: CallAnswer) -> dict[str, Any]:
-    """Return the fields for all tokens of a call if the request asks for tokens as ids, as servers of NeMo Gym read
-    them. Later requests may contain messages with these fields, which are not needed there.
+    """Return the fields with all tokens of a call, as servers of NeMo Gym read them, if the request asks for them.
+
+    Later requests may contain messages with these fields, which the endpoint ignores.
     """
     if not body.get("return_tokens_as_token_ids"):
         return {}

@@ -1,7 +1,7 @@
-"""OpenAI's Responses API, `/v1/responses`.
+"""Translate OpenAI's Responses API, `/v1/responses`.
 
-The conversation of each response is kept in the session's memory under the response's id, without its instructions,
-unless the request says `"store": false`. A request with this id as `previous_response_id` continues it.
+The session's memory keeps the conversation of each response under the response's id, without the instructions, unless
+the request has `"store": false`. A request with this id as `previous_response_id` continues the conversation.
 """
 
 import re
@@ -24,14 +24,14 @@ _REASONING_TEXTS = ("reasoning_text", "summary_text", "text")
 _ROLES = ("system", "developer", "user", "assistant")
 _KINDS = ("message", "function_call", "function_call_output", "reasoning")
 _ITEM_ID = re.compile(r"(?:rs|msg|fc)_(.+)_\d+")
-"""Matches the `id` of an item that `items_of` has written: the answer's id, and the place of the item in it."""
+"""Pattern of the `id` of an item that `items_of` has made: the answer's id, and the index of the item in the answer."""
 
 
 def read_items(fields: Fields) -> list[Message]:
     """Read the field `input`: a text of the user, or items.
 
     Raises:
-        CallError: it is missing, or an item is wrong or not supported.
+        CallError: the field is missing, or an item is wrong or not supported.
     """
     if isinstance(fields.values.get("input"), str):
         return [{"role": "user", "content": fields.text("input")}]
@@ -44,11 +44,11 @@ def read_items(fields: Fields) -> list[Message]:
 
 
 class _ItemReader:
-    """Joins the items of one message of the model.
+    """Reads items, and joins those of one answer of the model to one message.
 
-    Items of one answer have its id in their own. Where a program has left it out, a message begins with reasoning, a
-    text or a call, and ends before the next reasoning, before a text that follows a text or a call, and before a
-    message or result of others.
+    Items of one answer have the answer's id in their own ids. If a program has left the ids out, a message begins with
+    reasoning, a text or a call. It ends before the next reasoning, before a text that follows a text or a call, and
+    before a tool's result or a message of another role.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class _ItemReader:
         self._reasoning: list[str] = []
         self._open: Message | None = None
         self._answer_id: str | None = None
-        # The last message with calls that only results follow, with the id of its answer.
+        # The last message with calls, as long as only results follow it, with the id of its answer.
         self._called: tuple[str, Message] | None = None
 
     def add(self, item: Fields) -> None:
@@ -86,7 +86,7 @@ class _ItemReader:
             self._close()
         self._begin(item)
         name = "content" if item.items("content") else "summary"
-        # Reasoning that is encrypted, of another model, has no text.
+        # Encrypted reasoning, which comes from another model, has no text.
         self._reasoning += [part_text(part, _REASONING_TEXTS) for part in item.objects(name)]
 
     def _add_message(self, item: Fields) -> None:
@@ -107,7 +107,7 @@ class _ItemReader:
         name = item.required_text("name", may_be_empty=True)
         call = tool_call(item.required_text("call_id"), name, arguments)
         answer_id = _answer_id(item)
-        # Some programs put the result of each call right after the call.
+        # Some programs put the result of each call directly after the call.
         if self._open is None and self._called is not None and self._called[0] == answer_id:
             self._called[1]["tool_calls"].append(call)
             return
@@ -115,14 +115,14 @@ class _ItemReader:
         self._opened().setdefault("tool_calls", []).append(call)
 
     def _begin(self, item: Fields) -> None:
-        """End the message of another answer than the item's."""
+        """End the current message if the item belongs to another answer."""
         answer_id = _answer_id(item)
         if answer_id is not None and self._answer_id not in (None, answer_id):
             self._close()
         self._answer_id = answer_id or self._answer_id
 
     def _opened(self) -> Message:
-        """Return the model's message that items are added to."""
+        """Return the current message of the model, to which items are added."""
         if self._open is None:
             self._open = {"role": "assistant", "content": ""}
             if self._reasoning:
@@ -131,7 +131,7 @@ class _ItemReader:
         return self._open
 
     def _close(self) -> None:
-        """End the model's message, which may have only reasoning."""
+        """End the current message of the model, which may have only reasoning."""
         if self._reasoning:
             self._opened()
         if self._open is not None:
@@ -143,7 +143,7 @@ class _ItemReader:
 
 
 def _answer_id(item: Fields) -> str | None:
-    """Return the id of the answer that an item belongs to, or None if the endpoint did not make the id."""
+    """Return the id of the answer to which an item belongs, or None if the endpoint did not make the item's id."""
     match = _ITEM_ID.fullmatch(item.text("id") or "")
     return None if match is None else match.group(1)
 
@@ -151,7 +151,7 @@ def _answer_id(item: Fields) -> str | None:
 def items_of(answer: CallAnswer) -> list[Item]:
     """Return the items of an answer: reasoning, text and calls.
 
-    A text is left out if it is empty and there are calls.
+    An empty text is left out if there are calls.
     """
     items: list[Item] = []
     status = "incomplete" if answer.finish_reason == "length" else "completed"
@@ -178,7 +178,7 @@ def items_of(answer: CallAnswer) -> list[Item]:
 
 
 def empty_item(item: Item) -> Item:
-    """Return an item without content, to be sent before the content."""
+    """Return an item without its content, which is sent before the content."""
     empty: Sequence[Any] | str = "" if item["type"] == "function_call" else []
     return {**item, ("arguments" if item["type"] == "function_call" else "content"): empty, "status": "in_progress"}
 
@@ -204,7 +204,7 @@ class Responses:
         """See `Dialect.read`.
 
         Raises:
-            CallError: also if `previous_response_id` is no response of the session (404).
+            CallError: also with status 404 if the session has no response with the id `previous_response_id`.
         """
         fields = Fields(body)
         _refuse_unsupported(fields)
@@ -254,7 +254,7 @@ def _instructions(fields: Fields) -> list[Message]:
 
 
 def _earlier(fields: Fields, memory: SessionMemory) -> Sequence[Message]:
-    """Return the conversation that `previous_response_id` names."""
+    """Return the conversation to which `previous_response_id` refers."""
     name = "previous_response_id"
     response_id = fields.text(name)
     if response_id is None:
@@ -270,7 +270,7 @@ def _earlier(fields: Fields, memory: SessionMemory) -> Sequence[Message]:
 
 
 def _response(body: Body, request: CallRequest, answer: CallAnswer) -> dict[str, Any]:
-    """Return the response with its own fields, and with the request's fields that the API repeats."""
+    """Return the response with its own fields, and the fields of the request that the API repeats."""
     is_cut = answer.finish_reason == "length"
     return {
         "id": f"resp_{answer.id}",
@@ -301,7 +301,7 @@ def _response(body: Body, request: CallRequest, answer: CallAnswer) -> dict[str,
 
 
 def _output(body: Body, answer: CallAnswer) -> list[dict[str, Any]]:
-    """Return the items of an answer, the last with the tokens of the call if the request asks for them."""
+    """Return the items of an answer. The last item has the tokens of the call if the request asks for them."""
     *items, last = items_of(answer)
     return [*items, {**last, **exact_tokens(body, answer)}]
 
@@ -312,14 +312,14 @@ def _usage(answer: CallAnswer) -> Mapping[str, Any]:
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": answer.num_cached_tokens, "cache_write_tokens": 0},
         "output_tokens": sampled,
-        # Tokens of the reasoning are not counted apart.
+        # The tokens of the reasoning are not counted separately.
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": prompt + sampled,
     }
 
 
 def _stream_events(response: Item) -> Iterator[Event]:
-    """Return the events of a complete response, each with its `sequence_number`."""
+    """Yield the events of a complete response, each with its `sequence_number`."""
     for number, data in enumerate(_response_events(response)):
         yield Event({**data, "sequence_number": number}, data["type"])
 
@@ -336,7 +336,7 @@ def _response_events(response: Item) -> Iterator[Item]:
 
 
 def _content_events(item: Item, place: Item) -> Iterator[Item]:
-    """Return the events for the arguments of a call, or for each part of a content."""
+    """Yield the events for the arguments of a call, or for each part of a content."""
     if item["type"] == "function_call":
         kind = "response.function_call_arguments"
         yield {"type": f"{kind}.delta", **place, "delta": item["arguments"]}

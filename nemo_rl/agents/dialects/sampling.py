@@ -1,7 +1,7 @@
-"""Reading of the fields that say how an answer is sampled, for all dialects.
+"""Read the fields of a request that say how an answer is sampled, for all dialects.
 
-Other fields are ignored: those of accounting ("user", "metadata", "store", "service_tier", "cache_control" ...) and
-those that only advise a model ("reasoning_effort", "verbosity", "thinking").
+Some fields are ignored: fields for accounting ("user", "metadata", "store", "service_tier", "cache_control" ...), and
+fields that only advise a model ("reasoning_effort", "verbosity", "thinking").
 """
 
 import json
@@ -23,18 +23,18 @@ _UNSUPPORTED: Mapping[str, Sequence[Any]] = {
 
 
 type FormPlaces = Sequence[tuple[Fields | None, str]]
-"""Objects of a request, None for one that is left out, and the name of their field with the form."""
+"""Places of a form in a request: an object (None if it is left out), and the name of its field with the form."""
 
 
 def answer_form(fields: Fields, own: FormPlaces = ()) -> Grammar | None:
-    """Return the form of the answer to a request, or None if any form is allowed.
+    """Return the form that a request demands of its answer (for example a JSON schema), or None if any form is allowed.
 
     Args:
         fields: the request.
         own: places of the form in this API, besides `response_format`.
 
     Raises:
-        CallError: a field is wrong, or there are several forms.
+        CallError: a field is wrong, or the request has several forms.
     """
     found = dict(_forms(fields, own))
     if len(found) > 1:
@@ -44,7 +44,7 @@ def answer_form(fields: Fields, own: FormPlaces = ()) -> Grammar | None:
 
 
 def _forms(fields: Fields, own: FormPlaces) -> Iterator[tuple[str, Grammar]]:
-    """Yield the names of fields with a form, and the forms."""
+    """Yield the name of each field that has a form, and the form."""
     for holder, name in ((fields, "response_format"), *own):
         form = None if holder is None else _format(holder, name)
         if holder is not None and form is not None:
@@ -63,7 +63,7 @@ def _forms(fields: Fields, own: FormPlaces) -> Iterator[tuple[str, Grammar]]:
 
 
 def _format(fields: Fields, name: str) -> Grammar | None:
-    """Read `{"type": "json_schema", "schema": ...}`, which in Chat Completions is nested once more."""
+    """Read `{"type": "json_schema", "schema": ...}`. In Chat Completions, the schema is in one more object."""
     form = fields.object(name)
     if form is None:
         return None
@@ -91,13 +91,13 @@ def _grammar(fields: Fields, name: str, kind: GrammarKind) -> Grammar:
 
 
 MOST_ANSWERS = 128
-"""Largest number of answers of one request, as OpenAI has it."""
+"""Largest number of answers to one request, as at OpenAI."""
 
 _MOST_TOKENS = 2**31 - 1
 _HIGHEST_TEMPERATURE = 2.0
 _SMALLEST_TOP_P = 1e-6
 _ALL_TOKENS = -1
-"""Value of `CallRequest.top_k`. Programs write 0 for it too."""
+"""Value of `CallRequest.top_k` for all tokens. Programs also write 0."""
 _SEEDS = (-(2**63), 2**63 - 1)
 
 UNSUPPORTED: Mapping[str, Sequence[Any]] = {
@@ -130,7 +130,7 @@ UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     "use_beam_search": (False,),
     "web_search_options": (),
 }
-"""Fields of OpenAI's APIs and of vLLM's extensions, and the values that have no effect."""
+"""Unsupported fields of OpenAI's APIs and of vLLM's extensions, with the values that have no effect."""
 
 _TEMPLATE_ARGUMENTS = frozenset(
     (
@@ -153,7 +153,7 @@ _TEMPLATE_ARGUMENTS = frozenset(
         "truncation",
     )
 )
-"""Arguments of the function that applies a chat template; they are no variables of the template."""
+"""Arguments of the function that applies a chat template. They cannot be variables of the template."""
 
 
 def sampling_fields(
@@ -163,8 +163,9 @@ def sampling_fields(
 
     Args:
         fields: the request.
-        length_fields: names of the field for the largest number of tokens; the first one that is given counts.
-        stop_field: name of the field for texts that end the answer.
+        length_fields: names of the fields for the largest number of tokens, of which the first one that is given
+            counts.
+        stop_field: name of the field for stop strings.
         own_forms: see `answer_form`.
 
     Raises:
@@ -193,7 +194,7 @@ def sampling_fields(
 
 def _num_answers(fields: Fields) -> int:
     num_answers = fields.integer("n", 1, MOST_ANSWERS) or 1
-    # The best of so many answers are all of them.
+    # The request asks for all of the answers that would be sampled, so there is no choice of the best ones.
     fields.refuse({"best_of": (num_answers,)})
     return num_answers
 

@@ -1,7 +1,7 @@
-"""Read the tools of a request, in the forms of three APIs, into OpenAI's form for chat templates.
+"""Convert the tools of a request from the forms of three APIs to OpenAI's form for chat templates.
 
-Invariant: the same tool gives the same schema in all dialects. Only its name, description and parameters are kept:
-other fields, such as `strict`, are for the server, and a chat template would show them to the model.
+Invariant: the same tool has the same schema in all dialects. Only its name, description and parameters are kept. Other
+fields, such as `strict`, are for the server, but a chat template would show them to the model.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ def nested_tools(fields: Fields) -> list[Tool]:
     """Read the tools of Chat Completions: `{"type": "function", "function": {...}}`.
 
     Raises:
-        CallError: a tool is wrong, or no function.
+        CallError: a tool is wrong, or is no function.
     """
     tools = []
     for tool in _tool_fields(fields):
@@ -36,7 +36,7 @@ def flat_tools(fields: Fields) -> list[Tool]:
     """Read the tools of the Responses API: `{"type": "function", "name": ..., "parameters": ...}`.
 
     Raises:
-        CallError: a tool is wrong, or no function.
+        CallError: a tool is wrong, or is no function.
     """
     tools = []
     for tool in _tool_fields(fields):
@@ -49,7 +49,7 @@ def schema_tools(fields: Fields) -> list[Tool]:
     """Read the tools of the Messages API: `{"name": ..., "input_schema": ...}`.
 
     Raises:
-        CallError: a tool is wrong, or one that Anthropic's servers run.
+        CallError: a tool is wrong, or is a tool that Anthropic's servers run.
     """
     tools = []
     for tool in _tool_fields(fields):
@@ -62,7 +62,7 @@ def schema_tools(fields: Fields) -> list[Tool]:
 
 
 def tool_choice(fields: Fields, tools: list[Tool]) -> dict[str, Any]:
-    """Return the attributes of a `CallRequest` that say whether the answer calls tools, from `tool_choice`.
+    """Read `tool_choice`, and return the attributes of a `CallRequest` that say whether the answer calls tools.
 
     Raises:
         CallError: the field is wrong, or names a tool that the request does not have.
@@ -82,7 +82,7 @@ def tool_choice(fields: Fields, tools: list[Tool]) -> dict[str, Any]:
 
 
 def _choice(fields: Fields, tools: list[Tool]) -> tuple[str, str | None]:
-    """Return "none", "auto", "required" (Anthropic: "any") or "named", and the name of the tool."""
+    """Return "none", "auto", "required" (at Anthropic "any") or "named", and in the last case the name of the tool."""
     value = fields.values.get("tool_choice")
     if value is None:
         return "auto", None
@@ -107,7 +107,7 @@ def _named(choice: Fields, tools: list[Tool]) -> str:
 
 
 def _tool_fields(fields: Fields) -> Iterator[Fields]:
-    """Return the tools of a request."""
+    """Yield the tools of a request."""
     given = fields.items("tools")
     if len(given) > _MOST_TOOLS:
         message = f"tools has {len(given)} items; allowed are {_MOST_TOOLS}."

@@ -4,6 +4,6 @@
        ▲                                                        └─► tree of calls ─► rows of the training batch
        └──────── answer ◄── dialect ◄── CallAnswer ◄────────────┘
 
-`endpoint` serves HTTP, `dialects` translate the APIs that programs speak, `session` makes the calls of one sample,
-`call_tree` finds the call that a request continues, and `recording` turns a finished tree into a trajectory.
+`server` serves HTTP, `agents.dialects` translates the APIs that programs use, `session` makes the calls of one sample,
+`call_tree` finds the call that a request continues, and `player` turns a finished tree into a trajectory.
 """

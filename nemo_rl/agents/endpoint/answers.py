@@ -1,6 +1,6 @@
-"""Read an answer's tokens: its reasoning, its tool calls and its text.
+"""Read the reasoning, the tool calls and the text of an answer from its tokens.
 
-Invariant: parsers see the text with its special tokens, programs see it without.
+Invariant: parsers get the text with its special tokens, and programs get the text without special tokens.
 """
 
 import asyncio
@@ -22,15 +22,15 @@ from nemo_rl.models.generation.responses import sampled_text
 from nemo_rl.utils.errors import NoAnswerError
 
 ID_LENGTH = 9
-"""Length of ids, which some chat templates demand of tool calls."""
+"""Length of ids. Some chat templates require this length for the ids of tool calls."""
 _DIGITS = string.digits + string.ascii_lowercase
 _MOST_PARSERS = 64
-"""Parsers that are kept, since each sample may offer other tools."""
+"""Largest number of parsers that are kept. Each sample may offer other tools, which need another parser."""
 
 
 @dataclass(frozen=True)
 class ReadAnswer:
-    """The parts of an answer, with the attributes of `CallAnswer`."""
+    """The parts of an answer. They are named like the attributes of `CallAnswer`."""
 
     content: str
     reasoning: str | None = None
@@ -40,16 +40,16 @@ class ReadAnswer:
 
 @dataclass
 class AnswerReader:
-    """Reads answers of one environment's programs.
+    """Reads the answers to the programs of one environment.
 
     Args:
-        tokenizer: decodes.
-        tool_parser: name of vLLM's parser; None: the first one that reads what the chat template writes.
-        reasoning_parser: name of vLLM's parser; None: reasoning stays in the content.
+        tokenizer: tokenizer that decodes the answers.
+        tool_parser: name of one of vLLM's parsers, or None for the first one that reads the calls of the chat template.
+        reasoning_parser: name of one of vLLM's parsers, or None to leave the reasoning in the content.
         plugins: Python files that register parsers with vLLM.
 
     Raises:
-        ConfigError: there is no such parser, or it does not read what the chat template writes.
+        ConfigError: there is no such parser, or it does not read the calls that the chat template writes.
     """
 
     tokenizer: TokenizerType
@@ -57,7 +57,7 @@ class AnswerReader:
     reasoning_parser: str | None = None
     plugins: Sequence[str] = ()
     _parsers: dict[str, CallParser] = field(default_factory=dict, init=False)
-    """By the tools, as JSON."""
+    """Parsers by the tools that they read, as JSON."""
     _name: str | None = field(default=None, init=False)
     _choosing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _reasoning: ReasoningReader | None = field(default=None, init=False)
@@ -69,10 +69,10 @@ class AnswerReader:
             self._reasoning = ReasoningReader(self.reasoning_parser, self.tokenizer)
 
     async def prepare(self, request: CallRequest) -> None:
-        """Choose the parser of a request with tools, once, without blocking the event loop.
+        """Choose the parser for the tools of a request, unless this was done before, without blocking the event loop.
 
         Raises:
-            ConfigError: no parser reads what the chat template writes.
+            ConfigError: no parser reads the calls that the chat template writes.
         """
         if self._name is None and _parses_tools(request):
             async with self._choosing:
@@ -83,8 +83,8 @@ class AnswerReader:
         """Read the tokens of an answer.
 
         Args:
-            request: the request that they answer.
-            seed: of the answer; the ids of its tool calls derive from it.
+            request: the request that was answered.
+            seed: seed of the answer, from which the ids of its tool calls are derived.
         """
         parses_tools = _parses_tools(request)
         if not parses_tools and request.forced_tool is None and self._reasoning is None:
@@ -97,7 +97,7 @@ class AnswerReader:
             calls = read_calls(content, request)
             content = content if calls is None else ""
         elif parses_tools:
-            # The reader of reasoning has already taken the thinking out of the text.
+            # The reasoning parser has already removed the thinking from the text.
             variables = request.template_kwargs if self._reasoning is None else None
             content, calls = self._parser(request.tools).content_and_calls(text, variables)
             content = self._shown(content)
@@ -110,16 +110,16 @@ class AnswerReader:
         return ReadAnswer(content, reasoning, answered, stop)
 
     def _split(self, text: str, request: CallRequest) -> tuple[str | None, str]:
-        """Return the reasoning of an answer, None without any, and the rest of it."""
+        """Return the reasoning of an answer (None if it has none) and the rest of the answer."""
         if self._reasoning is None:
             return None, text
         reasoning, rest = self._reasoning.split(text, request.template_kwargs)
         has_form = request.grammar is not None or request.forced_tool is not None
-        # The form may leave no room for reasoning, and parsers take an answer without its end for reasoning.
+        # The form may leave no room for reasoning, but parsers take an answer without an end of thinking for reasoning.
         return (None, text) if has_form and not rest else (reasoning, rest)
 
     def _parser(self, tools: Sequence[Any]) -> CallParser:
-        """Return the parser for some tools."""
+        """Return the parser for the given tools."""
         key = json.dumps(list(tools), sort_keys=True, default=repr)
         if key not in self._parsers:
             assert self._name is not None, "prepare has chosen it"
@@ -129,7 +129,7 @@ class AnswerReader:
         return self._parsers[key]
 
     def _choose(self) -> str:
-        """Return the name of a parser that is checked against the chat template."""
+        """Return the name of a parser, after checking it against the chat template."""
         return choose_parser(self.tool_parser, self.tokenizer, [])[0].name
 
     def _shown(self, text: str) -> str:
@@ -140,12 +140,12 @@ class AnswerReader:
 
 
 def _parses_tools(request: CallRequest) -> bool:
-    """Return whether a parser looks for calls in the answer to a request."""
+    """Return whether the answer to a request is searched for tool calls."""
     return bool(request.tools) and request.reads_tool_calls and request.forced_tool is None
 
 
 def before_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
-    """Return the text before the first stop string, and that string or None if there is none."""
+    """Return the text before the first stop string, and that stop string, or None if the text has none."""
     found = [(place, stop) for stop in stops if (place := text.find(stop)) >= 0]
     if not found:
         return text, None
@@ -154,7 +154,7 @@ def before_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
 
 
 def short_id(*parts: str | int) -> str:
-    """Derive an id of `ID_LENGTH` letters and digits."""
+    """Derive an id of `ID_LENGTH` letters and digits from the given parts."""
     number = int.from_bytes(hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).digest(), "big")
     digits = []
     for _ in range(ID_LENGTH):
@@ -167,10 +167,10 @@ logger = logging.getLogger(__name__)
 
 
 def forwarded(request: CallRequest) -> ChatInput:
-    """Return a request as a conversation for the server.
+    """Return a request as a conversation for the server that has the model.
 
     Raises:
-        CallError: it needs the tokens of the model, which only the server has.
+        CallError: the request needs the model's tokens, which only the server has.
     """
     asked = (
         ("prompt", request.prompt is not None, "Send messages to /v1/chat/completions."),
@@ -197,14 +197,14 @@ def forwarded(request: CallRequest) -> ChatInput:
 
 
 def read_forwarded(answer: ChatAnswer, request: CallRequest) -> ReadAnswer:
-    """Return the parts of an answer of the server."""
+    """Return the parts of an answer that the server gave."""
     content, stop = before_stop(answer.content + (answer.stop_string or ""), request.stop)
     calls = [AnsweredToolCall(call.id, call.name, call.arguments) for call in answer.tool_calls]
     return ReadAnswer(content, answer.reasoning, calls, stop)
 
 
 def refusal(error: NoAnswerError) -> CallError:
-    """Return the message that a program gets in place of an answer, without the address that the error names."""
+    """Return the error that a program gets in place of an answer. It leaves out the server's address."""
     logger.info("A call of a program has no answer: %s", error)
     if error.is_too_long:
         message = "The messages do not fit into the context length of the model."

@@ -1,11 +1,11 @@
-"""The calls of one sample as a tree: a call whose history continues an earlier answer is a child of that call.
+"""Store the calls of one sample as a tree, in which a call that continues an earlier answer is a child of that call.
 
     root: [system, user] ─► answer a ─┬─ [..., a, tool] ─► answer b      the history of b continues a
                                       └─ [..., a, user] ─► answer c      and so does that of c
     root: [summary, user] ─► answer d                                    another history: another tree
 
-A history is found by a digest of its messages, tools and template variables. Invariant: the tokens of a child begin
-with all tokens of its parent, so no sampled token is ever tokenised again.
+Histories are looked up by a digest of their messages, tools and template variables. Invariant: the tokens of a child
+begin with all tokens of its parent, so no sampled token is ever tokenised again.
 """
 
 import hashlib
@@ -31,23 +31,23 @@ class Call:
     """A call that was answered."""
 
     id: str
-    """Identifies it within the session."""
+    """Id of the call within the session."""
     parent: "Call | None"
-    """The call whose answer its history continues; None if it continues none."""
+    """The call whose answer is continued, or None if this call continues none."""
     added: Message
-    """Message before the answer, with the `token_ids` that follow those of the parent."""
+    """The messages before the answer as one message, with the `token_ids` that follow the parent's tokens."""
     answer: Message
     """Message with `content`, `token_ids` and `generation_logprobs`."""
     weight_versions: Sequence[VersionSpan]
-    """Spans of the answer's tokens."""
+    """Versions of the weights that sampled the answer, with the token at which each begins."""
     served_by: ServedBy | None
     """The engine that wrote the answer."""
     is_cut: bool = False
-    """The answer ends where a limit has cut it off, without a token that ends a turn."""
+    """Whether a limit cut the answer off, so that it ends without a token that ends a turn."""
     cut_by: Ending | None = None
-    """The limit of the run that has done so; None if it was the program's own."""
+    """The limit of the run that cut the answer off, or None if none did or the limit was the program's own."""
     num_beginning: int = 0
-    """Tokens at the end of `added` with which the program wrote the start of the answer."""
+    """Number of tokens at the end of `added` that are the beginning of the answer, written by the program."""
 
     @property
     def path(self) -> "list[Call]":
@@ -61,29 +61,29 @@ class Call:
 
     @property
     def log(self) -> list[Message]:
-        """All messages up to the answer."""
+        """All messages of the conversation, including the answer."""
         return [message for call in self.path for message in (call.added, call.answer)]
 
     @property
     def prompt_length(self) -> int:
-        """Tokens of the first prompt, up to the header of the first answer."""
+        """Number of tokens of the first prompt, including the header of the first answer."""
         root = self.path[0]
         return int(root.added["token_ids"].numel()) - root.num_beginning
 
     @cached_property
     def token_ids(self) -> list[int]:
-        """All tokens up to the end of the answer."""
+        """All tokens of the conversation, including the answer."""
         return [token for message in self.log for token in message["token_ids"].tolist()]
 
 
 @dataclass(frozen=True)
 class History:
-    """The history of a request."""
+    """The part of a request that an earlier call already contains."""
 
     parent: Call | None = None
-    """The call that it continues; None if it continues none."""
+    """The call that the request continues, or None if it continues none."""
     num_known: int = 0
-    """Messages of the request that the parent's tokens stand for."""
+    """Number of messages of the request that the parent's tokens already contain."""
 
 
 @dataclass
@@ -92,12 +92,12 @@ class CallTree:
 
     calls: list[Call] = field(default_factory=list)
     _by_history: defaultdict[Digest, list[Call]] = field(default_factory=lambda: defaultdict(list))
-    """Calls by the digest of their history with the answer; of equal ones the newest is last."""
+    """Calls by the digest of their history with the answer. Of equal calls, the newest one is last."""
     _plain: list[tuple[Call, str]] = field(default_factory=list)
-    """Plain completions, with the text of prompt and answer."""
+    """Calls that are plain completions, with the text of prompt and answer."""
 
     def find(self, request: CallRequest) -> History:
-        """Find the call that a request continues, which is the call whose history has most of its messages."""
+        """Find the call that a request continues, which is the one that contains most of the request's messages."""
         digests = list(_digests(request))
         for known in range(len(request.messages) - 1, 0, -1):
             call = self._call_at(digests[known], request.messages[known - 1])
@@ -106,13 +106,13 @@ class CallTree:
         return History()
 
     def find_cut(self, request: CallRequest) -> Call | None:
-        """Find the call whose answer, which was cut off, is the last message of a request that continues it."""
+        """Find the call with the cut-off answer that a request repeats as its last message in order to continue it."""
         *_, digest = _digests(request)
         call = self._call_at(digest, request.messages[-1])
         return call if call is not None and call.is_cut else None
 
     def _call_at(self, digest: Digest, message: Message) -> Call | None:
-        """Return the call with a history and an answer, preferring the same reasoning, then the newest call."""
+        """Return the call with a history and an answer, preferring the same reasoning, and then the newest call."""
         same = self._by_history.get(digest, [])
         if message["role"] != "assistant" or not same:
             return None
@@ -121,7 +121,7 @@ class CallTree:
         return next(thinking, same[-1])
 
     def find_plain(self, prompt: str | Sequence[int]) -> tuple[Call, str] | None:
-        """Find the longest plain completion that a prompt begins with, and return it with its tokens as text."""
+        """Find the longest plain completion that is the beginning of a prompt, and return its call and its text."""
         known: tuple[Call, str] | None = None
         for call, text in self._plain:
             ids = call.token_ids
@@ -134,7 +134,7 @@ class CallTree:
         """Add an answered call.
 
         Args:
-            request: what it answers.
+            request: the request that was answered.
             message: the answer as the program gets it.
             plain_text: text of prompt and answer of a plain completion, with special tokens.
         """
@@ -150,7 +150,7 @@ class CallTree:
         self._by_history[_with_message(history, message)].append(call)
 
     def leaves(self) -> list[Call]:
-        """Return the calls that no other one continues, in order."""
+        """Return the calls that no other call continues, in the order of the answers."""
         parents = {id(call.parent) for call in self.calls}
         return [call for call in self.calls if id(call) not in parents]
 
@@ -170,9 +170,10 @@ def _with_message(digest: Digest, message: Message) -> Digest:
 
 
 def _identity(message: Message) -> list[Any]:
-    """Return what makes two messages equal.
+    """Return the parts of a message that are the same in equal messages.
 
-    Clients drop the reasoning of an answer and white space around it, and write the arguments of calls in other ways.
+    Clients that send an answer back may drop its reasoning and the white space around it, and may format the arguments
+    of its calls differently.
     """
     text = content_text(message.get("content") or "")
     if message["role"] == "assistant":

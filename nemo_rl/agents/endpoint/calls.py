@@ -1,4 +1,4 @@
-"""A call of a model and its answer, in the form that all dialects share."""
+"""Represent a call of the model and its answer in a form that all dialects share."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from nemo_rl.models.generation.interfaces import Grammar
 type CallEnd = Literal["stop", "length", "tool_calls"]
 
 ANY_TOOL = ""
-"""Value of `CallRequest.forced_tool`: one or more calls of any tools of the request."""
+"""Value of `CallRequest.forced_tool` for one or more calls of any tools of the request."""
 
 
 @dataclass(frozen=True)
@@ -18,41 +18,41 @@ class CallRequest:
     """A request of a program."""
 
     messages: Sequence[Message] = ()
-    """Conversation in OpenAI's form: `role` ("system", "user", "assistant", "tool"), `content` (a text), and where they
-    apply `tool_calls` (with `arguments` as JSON text), `tool_call_id`, `name` and `reasoning_content`. Empty for a
-    plain completion."""
+    """Conversation in OpenAI's form. Messages have `role` ("system", "user", "assistant", "tool"), `content` (a text)
+    and, where they apply, `tool_calls` (with `arguments` as JSON text), `tool_call_id`, `name` and `reasoning_content`.
+    A plain completion has no messages."""
     prompt: str | Sequence[int] | None = None
-    """Text or token ids of a plain completion; None for a conversation."""
+    """Text or token ids of a plain completion, or None for a conversation."""
     tools: Sequence[Mapping[str, Any]] = ()
     """Function schemas in OpenAI's form: `{"type": "function", "function": {"name": ..., ...}}`."""
     reads_tool_calls: bool = True
     """Whether calls in the answer are parsed; False for `tool_choice: "none"`."""
     forced_tool: str | None = None
-    """Name of the tool that the answer has to call, or `ANY_TOOL`; None: the policy decides."""
+    """Name of the tool that the answer has to call, `ANY_TOOL`, or None if the policy decides."""
     calls_once: bool = False
-    """Whether a forced answer has one call only."""
+    """Whether an answer that is forced to call tools has exactly one call."""
     grammar: Grammar | None = None
-    """Form of an answer that is not forced to be a call; None: any."""
+    """Form of an answer that is not forced to be a call, or None for any form."""
     max_tokens: int | None = None
-    """Tokens of the answer; None: as many as the run allows."""
+    """Largest number of tokens of an answer, or None for as many as the run allows."""
     stop: tuple[str, ...] = ()
-    """Texts that end the answer, and are not part of its content."""
+    """Stop strings, which end the answer and are not part of its content."""
     num_answers: int = 1
-    """Answers to sample."""
+    """Number of answers to sample."""
     seed: int | None = None
-    """The program's own seed; None without one."""
+    """Seed that the program sets, or None if it sets none."""
     temperature: float | None = None
-    """Softmax temperature that the program asks for; None: the run's."""
+    """Softmax temperature that the program asks for, or None for that of the run."""
     top_p: float | None = None
-    """As `SamplingParams.top_p`; None: the run's."""
+    """Value for `SamplingParams.top_p`, or None for that of the run."""
     top_k: int | None = None
-    """As `SamplingParams.top_k`, and -1 for all tokens; None: the run's."""
+    """Value for `SamplingParams.top_k`, -1 for all tokens, or None for the value of the run."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables for the chat template."""
     continues_last: bool = False
-    """The last message is the beginning of the answer."""
+    """Whether the last message is the beginning of the answer."""
     reads_token_texts: bool = False
-    """Whether the dialect writes the texts of single tokens."""
+    """Whether the dialect returns the texts of single tokens."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class AnsweredToolCall:
     """A tool call of an answer."""
 
     id: str
-    """Identifies it within the session."""
+    """Id of the call within the session."""
     name: str
     arguments: str
-    """JSON text, as the model wrote it where it is no valid JSON."""
+    """Arguments as JSON text, or the text of the model if it is no valid JSON."""
 
 
 @dataclass(frozen=True)
@@ -71,30 +71,30 @@ class CallAnswer:
     """One sampled answer."""
 
     id: str
-    """Identifies the call within the session."""
+    """Id of the call within the session."""
     content: str
-    """Text without reasoning, tool calls and the stop string."""
+    """Text without the reasoning, the tool calls and the stop string."""
     reasoning: str | None
-    """Text that the reasoning parser has found; None without one."""
+    """Text that the reasoning parser has found, or None if there is none."""
     tool_calls: Sequence[AnsweredToolCall]
-    """Parsed calls."""
+    """Tool calls that were parsed."""
     finish_reason: CallEnd
-    """Why the answer ended."""
+    """Reason why the answer ended."""
     stop_string: str | None
-    """The text of `CallRequest.stop` that ended it; None if another cause did."""
+    """Text of `CallRequest.stop` that ended the answer, or None if it ended for another reason."""
     prompt_token_ids: Sequence[int]
     """Tokens that the model continued."""
     token_ids: Sequence[int]
     """Sampled tokens."""
     logprobs: Sequence[float]
-    """Log-probabilities of the sampled tokens, under the distribution that they were drawn from."""
+    """Log probabilities of the sampled tokens under the distribution from which they were drawn."""
     num_cached_tokens: int = 0
-    """Tokens of the prompt that belong to the session's earlier calls."""
+    """Number of tokens of the prompt that belong to earlier calls of the session."""
     token_texts: Sequence[str] = ()
-    """Text of each sampled token; empty unless `CallRequest.reads_token_texts`."""
+    """Text of each sampled token, or empty unless `CallRequest.reads_token_texts` is set."""
     counted: tuple[int, int] | None = None
-    """Tokens of the prompt and of the answer as the server of the model counts them; the lists are empty then. None:
-    the lists are known."""
+    """Numbers of tokens of the prompt and of the answer, as the model's server counts them. The lists of tokens are
+    then empty. None if the lists are known."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -121,13 +121,13 @@ class CallAnswer:
 
 
 class CallError(Exception):
-    """A request is refused.
+    """Raised if a request is refused.
 
     Args:
         status: HTTP status.
-        message: what was given, what is allowed and what to do.
-        code: short name of the cause, for programs: "context_length_exceeded", "invalid_api_key" ...
-        parameter: field of the request that is at fault; None if no single one is.
+        message: text that says what was given, what is allowed and what to do.
+        code: short name of the cause for programs, such as "context_length_exceeded" or "invalid_api_key".
+        parameter: field of the request that is wrong, or None if it is no single field.
     """
 
     def __init__(self, status: int, message: str, code: str | None = None, parameter: str | None = None) -> None:

@@ -1,8 +1,9 @@
-"""Requests and their answers, so that a request that a client sends again is answered once.
+"""Keep requests with their answers, so that a request that a client repeats is not sampled again.
 
-A client sends a request again when it was refused for a while, or when the connection is lost before or after the
-answer. The packages openai and anthropic say so in a header. Invariant: an answer that no client waits for and none has
-got is the first one that a repetition of its request gets; two requests that are meant as two get two answers.
+A client repeats a request if it was refused for the moment, or if the connection was lost before or after the answer.
+The packages openai and anthropic mark repeated requests in a header. Invariant: if no client waits for an answer and
+none has received it, the next request with the same content gets this answer. Two requests with the same content that
+are not repetitions get two answers.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ type Answering = "asyncio.Task[list[CallAnswer]]"
 
 
 class ClientGoneError(Exception):
-    """The client has closed the connection before it got an answer."""
+    """Raised if the client closed the connection before it got an answer."""
 
 
 @dataclass(eq=False)
@@ -24,15 +25,15 @@ class Exchange:
     """A request and its answers."""
 
     task: Answering
-    """Makes the answers."""
+    """Task that makes the answers."""
     num_waiting: int = 0
-    """Clients that wait for them."""
+    """Number of clients that wait for the answers."""
     is_delivered: bool = False
-    """A client that waited to the end has got them."""
+    """Whether a client that waited for the answers has received them."""
 
     @property
     def is_lost(self) -> bool:
-        """True if no client waits for the answers, and none has got them."""
+        """True if no client waits for the answers and none has received them."""
         return self.num_waiting == 0 and not self.is_delivered
 
     @property
@@ -41,13 +42,13 @@ class Exchange:
         return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
 
     async def answers(self, gone: Awaitable[None]) -> list[CallAnswer]:
-        """Wait for the answers, which are made even if the client goes away.
+        """Wait for the answers. They are made even if the client closes the connection.
 
         Args:
-            gone: ends when the client has closed the connection.
+            gone: awaitable that ends when the client closes the connection.
 
         Raises:
-            ClientGoneError: it has, before the answers were there.
+            ClientGoneError: the client closed the connection before the answers were made.
             CallError: the request is refused, its sample has ended, or the run fails.
         """
         left = asyncio.ensure_future(gone)
@@ -75,18 +76,18 @@ class Exchanges:
     """The exchanges of a session, by the identity of their requests."""
 
     counts: Counter[str]
-    """`retries` counts requests that were recognised as repetitions."""
+    """Counts. `retries` is the number of requests that were recognised as repetitions."""
     _known: defaultdict[str, list[Exchange]] = field(default_factory=lambda: defaultdict(list))
     _refused: Counter[str] = field(default_factory=Counter)
-    """Requests that were refused for a while, and whose repetition is a new call."""
+    """Number of refusals of each request with status 429. The repetition of a refused request is a new call."""
 
     def of(self, identity: str, start: Callable[[], Answering], *, is_retry: bool) -> Exchange:
-        """Return the exchange of a request: an earlier one that it repeats, or a new one.
+        """Return the earlier exchange that a request repeats, or a new exchange.
 
         Args:
-            identity: equal for requests with the same content.
-            start: starts a new call.
-            is_retry: the client says that it sends the request again.
+            identity: text that is equal for requests with the same content.
+            start: function that starts a new call.
+            is_retry: whether the client marks the request as repeated.
 
         Raises:
             CallError: the new call is refused.
@@ -108,5 +109,5 @@ class Exchanges:
         return exchange
 
     def note_refused(self, identity: str) -> None:
-        """Note that a request was refused with status 429, so that clients send it again."""
+        """Note that a request was refused with status 429, so that clients will repeat it."""
         self._refused[identity] += 1

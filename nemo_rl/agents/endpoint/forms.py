@@ -1,4 +1,4 @@
-"""The form of an answer in the sampling of its request, and what cannot be sampled in a form."""
+"""Constrain the answer to a request to a form, such as a JSON schema, and refuse forms that cannot be sampled."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,11 +16,11 @@ def form_of_calls(request: CallRequest) -> Grammar:
     """Return the form of an answer that calls a tool.
 
     Args:
-        request: has `forced_tool`.
+        request: request with a `forced_tool`.
 
     Raises:
         CallError: two tools define the same name in different ways, or a schema refers to a part of itself outside of
-            its definitions, which has another place in the form.
+            its definitions, which is at another path in the form.
     """
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or _NO_PARAMETERS for tool in request.tools}
     if request.forced_tool != ANY_TOOL:
@@ -43,11 +43,11 @@ def form_of_calls(request: CallRequest) -> Grammar:
 
 
 def read_calls(text: str, request: CallRequest) -> list[tuple[str, str]] | None:
-    """Return names and arguments of the calls of an answer, or None if the answer was cut off in the middle.
+    """Return names and arguments of the calls in an answer, or None if the answer was cut off.
 
     Args:
         text: the answer.
-        request: has `forced_tool`.
+        request: request with a `forced_tool`.
     """
     try:
         value = json.loads(text)
@@ -59,7 +59,7 @@ def read_calls(text: str, request: CallRequest) -> list[tuple[str, str]] | None:
 
 
 def _check_references(tool: str, part: Any) -> None:
-    """Refuse references that mean something else, or nothing, where the form has the schema."""
+    """Refuse references that would not work after a tool's schema is moved into the form."""
     if isinstance(part, list):
         for each in part:
             _check_references(tool, each)
@@ -83,7 +83,7 @@ def _without_definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _definitions(schemas: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the definitions of all schemas for the root of one schema, where their references look for them."""
+    """Collect the definitions of all schemas for the root of the form, at which references look for them."""
     found: dict[str, dict[str, Any]] = {}
     for schema in schemas:
         for place in _DEFINITIONS:
@@ -100,25 +100,25 @@ def _definitions(schemas: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, An
 
 
 MOST_CHARACTERS = {"json": 65_536, "choice": 65_536, "grammar": 32_768, "regex": 4_096}
-"""Largest definition of a form, by its kind."""
+"""Largest number of characters in the definition of a form, by its kind."""
 _MOST_REPETITIONS = 256
-"""Quantifiers of a regular expression or a grammar. The engine's time grows with their third power."""
+"""Largest number of quantifiers in a regular expression or grammar. The engine's time grows with its third power."""
 _MOST_PROPERTIES = 256
-"""Properties of an object of a JSON schema, for the same reason."""
+"""Largest number of properties of an object in a JSON schema, whose number also determines the engine's time."""
 _QUANTIFIERS = "*+?{"
 
 
 def with_form(sampling: SamplingParams, request: CallRequest, *, trains: bool, forwards: bool) -> SamplingParams:
-    """Return sampling parameters with the form of the answer to a request.
+    """Return sampling parameters that constrain the answer to the form that a request demands.
 
     Args:
-        sampling: of the request.
-        request: may demand a form, or calls.
+        sampling: sampling parameters of the request.
+        request: request that may demand a form or tool calls.
         trains: whether the answer is trained.
-        forwards: whether another server answers, which makes the calls that are forced itself.
+        forwards: whether another server has the model. That server itself forces the calls.
 
     Raises:
-        CallError: the form excludes calls that the request allows, or its log-probabilities would be wrong.
+        CallError: the form excludes calls that the request allows, or the answer's log probabilities would be wrong.
     """
     grammar = request.grammar
     if request.forced_tool is not None:
@@ -149,7 +149,7 @@ def with_form(sampling: SamplingParams, request: CallRequest, *, trains: bool, f
 
 
 def _check_size(grammar: Grammar) -> None:
-    """Refuse a form that would take an engine long to translate."""
+    """Refuse a form that an engine would need long to translate."""
     kind, definition = grammar
     found = {"characters": (len(definition), MOST_CHARACTERS[kind])}
     if found["characters"][0] <= MOST_CHARACTERS[kind]:
@@ -172,7 +172,7 @@ def _most_properties(schema: str) -> int:
     most = 0
     try:
         pending = [json.loads(schema)]
-    except (ValueError, RecursionError):  # the engine says what is wrong with it
+    except (ValueError, RecursionError):  # the engine reports what is wrong with the schema
         return 0
     while pending:
         part = pending.pop()

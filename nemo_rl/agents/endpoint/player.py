@@ -1,10 +1,10 @@
-"""Play a sample of an agent environment: its program runs, and calls the endpoint.
+"""Play a sample of an agent environment by running its program, which calls the endpoint.
 
     play ─► session, key ─► environment.step (runs the program to its end) ─► reward
                  ▲                    │ HTTP
                  └──── endpoint ◄─────┘                session's tree ─► conversations of the sample
 
-Invariant: what a program sampled is recorded however it ends, and its key is worth nothing afterwards.
+Invariant: everything that a program sampled is recorded, however the program ends, and its key is invalid afterwards.
 """
 
 import asyncio
@@ -33,8 +33,8 @@ def record(sample: Trajectory, tree: CallTree, credit: Credit) -> list[Call]:
     """Write the conversations of a finished program into its sample.
 
     Args:
-        sample: has only its prompt. If nothing was sampled, it stays as it is.
-        credit: "all": the reward trains all conversations; "last": the one that ended last.
+        sample: sample with only its prompt. It does not change if nothing was sampled.
+        credit: "all" if the reward trains all conversations, or "last" if it trains only the one that ended last.
 
     Returns:
         The calls in the order of the response turns of the sample.
@@ -59,13 +59,13 @@ def record(sample: Trajectory, tree: CallTree, credit: Credit) -> list[Call]:
 def spread_reward(
     sample: Trajectory, calls: Sequence[Call], call_rewards: Mapping[str, float], invalid_patterns: Sequence[str] = ()
 ) -> None:
-    """Divide the reward of a sample over its response turns, and mark turns with calls that were not understood.
+    """Divide the reward of a sample among its response turns, and mark turns with calls that were not understood.
 
     Args:
-        sample: has its reward.
-        calls: as `record` returns them.
-        call_rewards: reward of some calls by their ids; the last turn has what is left of the sample's reward.
-        invalid_patterns: texts that show a tool call that was not understood.
+        sample: sample with its reward.
+        calls: the calls that `record` returned.
+        call_rewards: rewards of some calls by their ids. The last turn gets the rest of the sample's reward.
+        invalid_patterns: texts in an answer that indicate a tool call that was not understood.
     """
     if sample.reward is None or not calls:
         return
@@ -81,15 +81,15 @@ class _Row:
 
     message_log: list[Message]
     prompt_length: int
-    """Tokens before the first answer that it trains."""
+    """Number of tokens before the first answer that this conversation trains."""
     weight_versions: list[VersionSpan]
-    """Spans of the answers that it trains."""
+    """Versions of the weights that sampled the trained answers."""
     calls: list[Call]
-    """The calls with these answers."""
+    """The calls whose answers this conversation trains."""
 
 
 def _row(leaf: Call, trained: set[str]) -> _Row:
-    """Return the conversation that ends with a call."""
+    """Return the conversation that ends with a call. Answers of calls in `trained` are not trained again."""
     log: list[Message] = []
     spans: list[VersionSpan] = []
     own: list[Call] = []
@@ -115,9 +115,9 @@ class Played:
     """The end of a program."""
 
     step: StepResult
-    """The result of its environment."""
+    """Result of the environment's step."""
     spread_reward: Callable[[], None]
-    """Divides the reward over the response turns, once the sample has it."""
+    """Function that divides the reward among the response turns, after the sample got its reward."""
 
 
 @dataclass(frozen=True)
@@ -137,14 +137,14 @@ class AgentPlayer:
     tokenizer: TokenizerType
     """Tokenizer of the policy."""
     limits: RolloutLimits
-    """Bounds of a sample."""
+    """Limits of a sample."""
     text_rules: TextRules
-    """As `RolloutRunner`."""
+    """See `RolloutRunner`."""
     config: AgentEndpointConfig
     """The endpoint's section."""
     _endpoint: AgentEndpoint | None = field(default=None, init=False)
     _settings: dict[str, _AgentSettings] = field(default_factory=dict, init=False)
-    """By environment."""
+    """Settings by the name of the environment."""
 
     async def play(
         self,
@@ -159,13 +159,13 @@ class AgentPlayer:
         """Run the program of a sample to its end, and write the program's answers into the sample.
 
         Args:
-            sample: has only its prompt.
-            step_of: the method `step` of its environment.
-            seed_of: makes the seeds of answers.
+            sample: sample with only its prompt.
+            step_of: the method `step` of the sample's environment.
+            seed_of: function that returns the seeds of answers.
             trains: see `CallParts.trains`.
 
         Raises:
-            Exception: an engine cannot answer any more, or the environment cannot be kept running.
+            Exception: the engines can no longer answer, or the environment cannot be kept running.
         """
         endpoint = await self._started()
         settings = await self._settings_of(sample.task_name, section)
@@ -189,12 +189,12 @@ class AgentPlayer:
         if unknown:
             reason = f"the program rewards calls that it has not made: {', '.join(unknown)}"
             step = StepResult.failed(reason, step.metadata)
-        if session.unanswered is not None:  # whatever the program made of it, the model has not failed
+        if session.unanswered is not None:  # the model's server has failed, not the program
             step = StepResult.failed(session.unanswered, step.metadata)
         return Played(step, partial(spread_reward, sample, calls, rewards, settings.invalid_patterns))
 
     async def _started(self) -> AgentEndpoint:
-        """Return the endpoint, which the first sample starts."""
+        """Return the endpoint, after starting it for the first sample."""
         if self._endpoint is None:
             self._endpoint = AgentEndpoint(self.config)
         await self._endpoint.start()
@@ -203,7 +203,7 @@ class AgentPlayer:
     async def _settings_of(self, name: str, section: Mapping[str, Any]) -> _AgentSettings:
         if name not in self._settings:
             keys = AgentKeys.build(**{each: section[each] for each in AgentKeys.model_fields if each in section})
-            # Another server parses the answers of its model, and renders histories as it wants.
+            # Another server parses the answers of its model, and renders histories in its own way.
             is_own = not self.generation.reads_chats
             names = (keys.tool_parser, keys.reasoning_parser) if is_own else (None, None)
             plugins = [file for file in (keys.tool_parser_plugin, keys.reasoning_parser_plugin) if file is not None]
@@ -220,7 +220,7 @@ class AgentPlayer:
 
 
 def _metadata(sample: Trajectory, endpoint: AgentEndpoint, key: str, seed: int) -> dict[str, Any]:
-    """Return the metadata of a sample with what its program needs."""
+    """Return the metadata of a sample, extended by the data that its program needs."""
     chat = sample.chat
     task = {
         "base_url": f"{endpoint.address}/v1",
@@ -237,7 +237,7 @@ def _metadata(sample: Trajectory, endpoint: AgentEndpoint, key: str, seed: int) 
 def _without_key(step: StepResult) -> tuple[StepResult, Mapping[str, float]]:
     """Return the result of a step without the sample's key, and the rewards of single calls.
 
-    An environment that is too slow or dies gives back the metadata that it got.
+    The result has the key if the environment was too slow or died, because it then has the metadata that was sent.
     """
     if not isinstance(step.metadata, dict):
         return step, {}
@@ -247,7 +247,7 @@ def _without_key(step: StepResult) -> tuple[StepResult, Mapping[str, float]]:
 
 
 async def _unless_failed(step: Awaitable[StepResult], session: AgentSession) -> StepResult:
-    """Wait for the end of a program, or raise the failure of its session."""
+    """Wait for the end of a program. If its session fails before, raise the session's error."""
     running = asyncio.ensure_future(step)
     ends: set[asyncio.Future[Any]] = {running, session.failure}
     try:
@@ -260,7 +260,7 @@ async def _unless_failed(step: Awaitable[StepResult], session: AgentSession) -> 
 
 
 def _note(sample: Trajectory, session: AgentSession) -> None:
-    """Write what happened in a session into its sample."""
+    """Store the counts of a session in its sample, and the limit that ended the sample."""
     sample.num_prefix_hits = session.counts["prefix_hits"]
     sample.agent_counts = {name: float(session.counts[name]) for name in COUNTS}
     bound = session.bound

@@ -1,4 +1,4 @@
-"""The tokens of a request: the tokens of the call that it continues, then the tokens of its new messages."""
+"""Build the tokens of a request from the tokens of the call that it continues and the tokens of its new messages."""
 
 import json
 from collections import Counter
@@ -24,15 +24,15 @@ class Prompt:
     """The tokens before an answer."""
 
     parent: Call | None
-    """The call whose tokens come first; None without one."""
+    """The call whose tokens come first, or None if the request continues no call."""
     added: Message
-    """Message with the `token_ids` after them."""
+    """Message with the `token_ids` that follow the parent's tokens."""
     num_beginning: int = 0
-    """Tokens at its end with which the program wrote the start of the answer."""
+    """Number of tokens at the end that are the beginning of the answer, written by the program."""
 
     @cached_property
     def token_ids(self) -> list[int]:
-        """All tokens."""
+        """All tokens of the prompt."""
         known = [] if self.parent is None else self.parent.token_ids
         return known + list(self.added["token_ids"].tolist())
 
@@ -42,18 +42,18 @@ class PromptRenderer:
     """Renders the requests of one sample."""
 
     tokenizer: TokenizerType
-    """Renders and encodes."""
+    """Tokenizer that renders and encodes."""
     text_rules: TextRules
-    """As `RolloutRunner`."""
+    """See `RolloutRunner`."""
     longest: int
-    """Most tokens that a prompt can have; of a longer one only a part is encoded, which is too long too."""
+    """Largest number of tokens of a prompt. Of a longer prompt, only a part is encoded, which is still too long."""
     history: Literal["keep", "template"]
     """See `SessionSettings.history`."""
     counts: Counter[str]
-    """`unlike_template` counts requests whose kept tokens differ from what the chat template makes of the whole
-    history, and `new_trees` those for which a new tree was started."""
+    """Counts. `unlike_template` is the number of requests whose kept tokens differ from the rendering of the whole
+    history by the chat template, and `new_trees` the number of requests for which a new tree was started."""
     _renderers: dict[str, ObservationRenderer] = field(default_factory=dict)
-    """By the variables of the chat template, as JSON."""
+    """Renderers by the variables of the chat template, as JSON."""
 
     def prompt(self, request: CallRequest, tree: CallTree) -> Prompt:
         """Return the tokens of a request.
@@ -75,13 +75,13 @@ class PromptRenderer:
         return Prompt(prompt.parent, added, ids.numel())
 
     def text(self, token_ids: list[int]) -> str:
-        """Decode tokens, with special ones."""
+        """Decode tokens, including special tokens."""
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _plain(self, prompt: str | Sequence[int], tree: CallTree) -> Prompt:
-        """Return the tokens of a plain completion, and raise the errors of `prompt`."""
+        """Return the tokens of a plain completion. The method raises the errors of `prompt`."""
         if not isinstance(prompt, str):
-            prompt = prompt[: self.longest + 1]  # it is too long too
+            prompt = prompt[: self.longest + 1]  # the rest is too long too
         known = tree.find_plain(prompt)
         parent, text = (None, "") if known is None else known
         if isinstance(prompt, str):
@@ -114,7 +114,7 @@ class PromptRenderer:
         return Prompt(None, self._first(request))
 
     def _is_like_template(self, prompt: Prompt, request: CallRequest) -> bool:
-        """Return whether the chat template makes the text of the kept tokens from the whole history."""
+        """Return whether the chat template renders the whole history to the text of the kept tokens."""
         try:
             rendered = render_chat(
                 _for_template(request.messages),
@@ -124,13 +124,13 @@ class PromptRenderer:
                 template_kwargs=request.template_kwargs,
             )
         except DataError:
-            return False  # it refuses a history that can be continued
+            return False  # the template refuses a history that can be continued
         kept = self.text(prompt.token_ids)
-        # Tokenizers may change texts, so what differs is compared as tokens make it.
+        # Tokenizers may change a text, so texts that differ are compared again after encoding and decoding.
         return kept == rendered or kept == self.text(encode_text(rendered, self.tokenizer).tolist())
 
     def _first(self, request: CallRequest) -> Message:
-        """Render a conversation that continues no call."""
+        """Render a conversation that does not continue a call."""
         chat: Chat = {
             "messages": _for_template(request.messages),
             "tools": _tools(request),
@@ -146,7 +146,7 @@ class PromptRenderer:
 
 
 def _for_template(messages: Sequence[Message]) -> list[Message]:
-    """Return messages that all have a content, which chat templates expect."""
+    """Return the messages with a content for each, which chat templates expect."""
     return [{**message, "content": message.get("content") or ""} for message in messages]
 
 

@@ -1,11 +1,11 @@
-"""The HTTP endpoint: it finds the session of a request's key, and lets its dialect translate.
+"""Serve the HTTP endpoint, which finds the session for a request's key, and translates with the dialect of its path.
 
     request ─► key ─► session ─► dialect.read ─► session.answers ─► dialect.response or events ─► response
 
-The key is in a header, or in the body (`request_body`) where a server with one key of its own sends the requests of
-many samples. Invariants: a request without the key of an open session is answered with status 401, whatever it asks
-for, before its body is parsed; keys appear in no log and in no message; bodies are parsed and chats are rendered on
-threads, for one request of a sample at a time, so that no program keeps others waiting.
+The key is in a header. If one server with a key of its own sends the requests of many samples, the key is in the body.
+Invariants: a request without the key of an open session is answered with status 401 before its body is parsed, whatever
+it asks for. Keys appear in no log and in no message. Bodies are parsed and chats are rendered on threads, for one
+request of a sample at a time, so that no program delays other programs.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ def parsed_body(raw: bytes) -> dict[str, Any]:
     """Return the body of a request, with the fields of its `metadata.extra_body`.
 
     Raises:
-        CallError: it is no JSON object.
+        CallError: the body is no JSON object.
     """
     try:
         body = json.loads(raw)
@@ -66,18 +66,18 @@ def parsed_body(raw: bytes) -> dict[str, Any]:
 
 
 def names_a_key(raw: bytes | bytearray, keys: Container[str]) -> bool:
-    """Return whether one of some keys is written in a body, which is not parsed for that."""
+    """Return whether a body contains one of the keys. The body is searched without parsing it."""
     return any(found.decode() in keys for found in _KEY.findall(raw))
 
 
 def key_in(body: Mapping[str, Any]) -> str:
-    """Return the key in a body, or an empty text if it has no key."""
+    """Return the key in a body, or an empty text if the body has no key."""
     key = body.get(KEY_FIELD)
     return key if isinstance(key, str) else ""
 
 
 def _extra_body(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `metadata.extra_body`, or no fields if it is something else, because metadata is free."""
+    """Return the fields of `metadata.extra_body`, or none if it is no object, as programs may use metadata freely."""
     metadata = body.get("metadata")
     text = metadata.get("extra_body") if isinstance(metadata, dict) else None
     if not isinstance(text, str):
@@ -92,23 +92,23 @@ def _extra_body(body: Mapping[str, Any]) -> dict[str, Any]:
 DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), Completions(), Responses(), Messages())
 
 DIALECT_BY_PATH: Mapping[str, Dialect] = {dialect.path: dialect for dialect in DIALECTS}
-"""For each path below the endpoint's address, for example `/v1/messages`, its dialect."""
+"""Dialect for each path below the endpoint's address, for example `/v1/messages`."""
 
 MODEL = "policy"
-"""Name of the model; requests may name any other."""
+"""Name of the model. Requests may use any other name."""
 _MINUTE_S = 60.0
 _MOST_DIGITS = 12
 _ENDS_CONNECTION = (401, 408, 413)
 _TOO_MANY_CONNECTIONS = "too_many_connections"
 _START_S = 30.0
 _BODY_S = 20.0
-"""Seconds for the body of a request."""
+"""Time limit in seconds for receiving the body of a request."""
 _UNKNOWN_BYTES = 65536
-"""Bytes of a body that are read before a key is found in its header or in them."""
+"""Number of bytes of a body that may be read before a key is found in the headers or in these bytes."""
 _LARGE_UNKNOWN = 8
-"""Larger bodies without a key so far that are read at the same time; others wait."""
+"""Largest number of larger bodies without a known key that are read at the same time. Other bodies wait."""
 _CLIENT_GONE = 499
-"""Status in place of an answer that has no reader."""
+"""Status that is logged in place of an answer if the client has closed the connection."""
 
 
 @dataclass(eq=False)
@@ -119,12 +119,12 @@ class _Client:
     arrivals: deque[float] = field(default_factory=deque)
     """Times of the requests of the last minute."""
     secret: str = field(default_factory=secrets.token_hex)
-    """Signs the starts of the program."""
+    """Secret with which the starts of the program are signed."""
     start: str = ""
     earlier_starts: set[str] = field(default_factory=set)
 
     def admits(self, start: str) -> bool:
-        """Return whether a request is of the newest start of the program, and reset the session at a new start.
+        """Return whether a request comes from the newest start of the program. A new start resets the session.
 
         A program is started again when the process of its environment has died.
         """
@@ -144,10 +144,10 @@ class _Admitted(NamedTuple):
     raw: bytes
     """Body of the request."""
     parsed: dict[str, Any] | None = None
-    """The same, if it was parsed to find the key in it."""
+    """Parsed body, if it was parsed to find the key in it."""
 
     def body(self) -> dict[str, Any]:
-        """Return the parsed body, which takes long for a large body."""
+        """Return the parsed body. Parsing takes long for a large body."""
         return parsed_body(self.raw) if self.parsed is None else self.parsed
 
 
@@ -173,7 +173,7 @@ class AgentEndpoint:
         return http_address(host, self._port)
 
     async def start(self) -> None:
-        """Listen and serve in a task of the running loop, unless the server serves already.
+        """Start the server in a task of the running event loop, unless it is running already.
 
         Raises:
             ConfigError: the address cannot be used.
@@ -189,7 +189,7 @@ class AgentEndpoint:
                 await asyncio.sleep(0.01)
 
     def open(self, session: AgentSession) -> str:
-        """Serve a session and return its key."""
+        """Accept requests for a session, and return the session's key."""
         key = new_key()
         self._clients[key] = _Client(session)
         return key
@@ -256,7 +256,7 @@ class AgentEndpoint:
         return JSONResponse({"object": "list", "data": [_described(MODEL)]} | page)
 
     async def _model(self, request: Request) -> Response:
-        """Describe the model under the requested name, as calls are answered under any name."""
+        """Return the description of the model under the requested name, because calls may use any name."""
         self._known(request)
         return JSONResponse(_described(request.path_params["name"]))
 
@@ -283,7 +283,7 @@ class AgentEndpoint:
         return self._recognised(request, client)
 
     def _recognised(self, request: Request, client: _Client) -> _Client:
-        """Note which session the connection of a request belongs to, and raise the errors of `_known`."""
+        """Note the session of a request's connection, and raise an error if the session has too many connections."""
         most = max(MOST_OF_ONE, 2 * self._config.max_concurrent_calls)
         if not self._guard.recognise(request.scope, client, most):
             client.session.counts["refused"] += 1
@@ -291,7 +291,7 @@ class AgentEndpoint:
         return client
 
     def _found(self, key: str) -> _Client | None:
-        """Return the program with a key, or None if no program has it or it was started again with another key."""
+        """Return the program with a key, or None if the key is unknown or of an earlier start of the program."""
         name, _, start = key.partition(START_SIGN)
         client = self._clients.get(name)
         return client if client is not None and client.admits(start) else None
@@ -313,11 +313,11 @@ class AgentEndpoint:
         return _Admitted(self._recognised(request, client), raw, parsed)
 
     def _parsed_with_key(self, raw: bytes) -> dict[str, Any]:
-        """Parse a body that has a key in it, or return an empty object if the body has no key."""
+        """Return the parsed body, or an empty object if the body contains no key."""
         return parsed_body(raw) if names_a_key(raw, self._clients) else {}
 
     def _note_arrival(self, client: _Client, identity: str) -> None:
-        """Count a request."""
+        """Count a request against the limit per minute, and raise an error beyond the limit."""
         most, now = self._config.max_requests_per_minute, time.monotonic()
         if most is None:
             return
@@ -331,7 +331,7 @@ class AgentEndpoint:
         client.arrivals.append(now)
 
     async def _body(self, request: Request) -> bytes:
-        """Read the body of a request, and no more than allowed."""
+        """Read the body of a request, up to the allowed size."""
         raw = bytearray()
         most = self._checked_length(request)
         async with _in_time():
@@ -342,7 +342,7 @@ class AgentEndpoint:
         return bytes(raw)
 
     async def _unknown_body(self, request: Request) -> bytes:
-        """Read the body of a request that has no key in its headers, and admit only few large bodies at a time."""
+        """Read the body of a request without a key in its headers. Few large bodies are read at the same time."""
         raw = bytearray()
         most = self._checked_length(request)
         async with _in_time(), contextlib.AsyncExitStack() as held:
@@ -355,7 +355,7 @@ class AgentEndpoint:
         return bytes(raw)
 
     def _checked_length(self, request: Request) -> int:
-        """Return the largest size of a body."""
+        """Return the largest allowed size of a body, and refuse a request whose header announces more."""
         most = int(self._config.max_request_mb * 2**20)
         length = request.headers.get("content-length", "0")
         if length.isdecimal() and (len(length) > _MOST_DIGITS or int(length) > most):
@@ -364,12 +364,12 @@ class AgentEndpoint:
 
 
 def _read(dialect: Dialect, body: dict[str, Any], session: AgentSession) -> tuple[dict[str, Any], CallRequest]:
-    """Return the body of a request and what it asks for, and raise the errors of `Dialect.read`."""
+    """Return the body of a request and the call that it asks for. The function raises the errors of `Dialect.read`."""
     return body, dialect.read(body, session.memory)
 
 
 def _line(event: Event) -> bytes:
-    """Return the lines of an event. Only ASCII: some clients end lines at other characters too."""
+    """Return the lines of an event in ASCII, because some clients break lines at other characters too."""
     data = event.data if isinstance(event.data, str) else json.dumps(event.data)
     return (f"event: {event.name}\n" if event.name else "").encode() + f"data: {data}\n\n".encode()
 
@@ -394,11 +394,11 @@ async def _serve(server: uvicorn.Server, listener: socket.socket) -> None:
     try:
         await server.serve(sockets=[listener])
     finally:
-        for each in getattr(server, "servers", ()):  # there are none before it has started
+        for each in getattr(server, "servers", ()):  # the list does not exist before the server has started
             each.close()
         for connection in list(server.server_state.connections):
             if connection.transport is not None:
-                connection.transport.abort()  # its client would wait for an answer to its next request
+                connection.transport.abort()  # otherwise the client would wait for an answer to its next request
         listener.close()
 
 
@@ -424,17 +424,17 @@ def _unknown_key() -> CallError:
 
 
 def _is_retry(request: Request) -> bool:
-    """Return whether the client marks a request as repeated, as the packages openai and anthropic do."""
+    """Return whether a header marks the request as repeated, as the packages openai and anthropic do."""
     with contextlib.suppress(ValueError):
         return int(request.headers.get("x-stainless-retry-count", "0")) > 0
     return False
 
 
 def _headers(error: CallError) -> dict[str, str]:
-    """Return the headers of an error, which let clients repeat a request only after status 429."""
+    """Return the headers of an error. They let clients repeat a request only after status 429."""
     if error.status == 429:
         return {"retry-after": "1", **({"connection": "close"} if error.code == _TOO_MANY_CONNECTIONS else {})}
-    # What is left of the body of such a request is not read.
+    # The rest of such a request's body is not read.
     ends = {"connection": "close"} if error.status in _ENDS_CONNECTION else {}
     return {"x-should-retry": "false", **ends}
 

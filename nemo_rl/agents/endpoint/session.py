@@ -1,10 +1,10 @@
-"""The calls of the program of one sample: rendered, sampled, and kept in a tree.
+"""Make the calls of one sample's program: render them, sample answers, and keep the calls in a tree.
 
     answers(request) ─► history in the tree ─► tokens: the parent's, then those of the new messages ─► engines
                                                                                    answer ─► tree, program
 
-Invariants: what the program gets and what the tree records come from the same tokens; a request that a client sends
-again is answered with the same answers, and sampled once.
+Invariants: the program's answers and the records in the tree come from the same tokens. A request that a client repeats
+gets the same answers, and is sampled only once.
 """
 
 import asyncio
@@ -55,13 +55,13 @@ class Grant:
     """The tokens that the answers of one request may have."""
 
     tokens: int
-    """Tokens of each answer."""
+    """Largest number of tokens of each answer."""
     num_answers: int
     bound: Ending | None
-    """The limit of the run that an answer with so many tokens has reached; None if the program has set it."""
+    """Limit of the run that an answer with this many tokens has reached, or None if the program has set the number."""
 
     def applied(self, sampling: SamplingParams, stop: tuple[str, ...]) -> SamplingParams:
-        """Return sampling parameters with this limit and further stop strings."""
+        """Return sampling parameters with this number of tokens and with further stop strings."""
         stops = tuple(dict.fromkeys((*sampling.stop_strings, *stop)))
         return replace(sampling, max_new_tokens=self.tokens, stop_strings=stops)
 
@@ -73,26 +73,26 @@ class Budget:
     limits: RolloutLimits
     """Limits of the sample."""
     max_new_tokens: int
-    """Most tokens of one answer, as the run has it."""
+    """Largest number of tokens of one answer, as the run sets it."""
     max_calls: int
-    """Answers."""
+    """Largest number of answers."""
     num_calls: int = 0
-    """Answers that were granted."""
+    """Number of answers that were granted."""
     num_tokens: int = 0
-    """Tokens of finished answers."""
+    """Number of tokens of finished answers."""
     num_granted: int = 0
-    """Tokens of answers that are being sampled."""
+    """Number of tokens that are reserved for answers that are being sampled."""
     bound: Ending | None = None
-    """The limit for which the last request was refused; None if it was granted."""
+    """The limit for which the last request was refused, or None if it was granted."""
 
     def grant(self, request: CallRequest, num_prompt_tokens: int, num_reserved: int = 0) -> Grant:
         """Take the answers of a request out of the budget.
 
         Args:
-            num_reserved: tokens of the context that the engine needs besides prompt and answer.
+            num_reserved: number of tokens of the context that the engine needs in addition to prompt and answer.
 
         Raises:
-            CallError: nothing is left.
+            CallError: no answer or no token is left.
         """
         if self.num_calls + request.num_answers > self.max_calls:
             self.bound = Ending.MAX_TURNS
@@ -116,10 +116,10 @@ class Budget:
         return Grant(tokens, request.num_answers, None if is_own else bound)
 
     def give_back(self, grant: Grant, num_tokens: int) -> None:
-        """Settle a grant.
+        """Replace the reserved tokens of a grant by the tokens that its answers have.
 
         Args:
-            num_tokens: tokens of its answers.
+            num_tokens: number of tokens of the answers.
         """
         self.num_granted -= grant.tokens * grant.num_answers
         self.num_tokens += num_tokens
@@ -127,7 +127,7 @@ class Budget:
     def _no_room(self, num_prompt_tokens: int, num_reserved: int) -> CallError:
         limits = self.limits
         reserved = f", the engine needs {num_reserved} more for an answer of a demanded form" if num_reserved else ""
-        # NeMo Gym's model server recognises a prompt that is too long by the words "context length".
+        # NeMo Gym's model server recognises a prompt that is too long by the words "context length" in the message.
         return CallError(
             400,
             f"The prompt does not fit into the context length: it has {num_prompt_tokens} tokens{reserved}, and "
@@ -149,16 +149,16 @@ COUNTS = (
     "constrained_tokens",
     "scored_later_tokens",
 )
-"""Numbers of a session for metrics: answers that were asked for, repeated requests, answers whose client had gone away,
-refused requests, histories that the chat template renders in another way, trees that were started for them, and tokens
-of answers whose form was demanded."""
+"""Names of a session's counts for metrics. They count answers that were asked for, repeated requests, answers whose
+client had closed the connection, refused requests, histories that the chat template renders differently, trees that
+were started for such histories, and tokens of answers with a demanded form."""
 
 _CLOSE_S = 1.0
 _THREADS = ThreadPoolExecutor(8, thread_name_prefix="agent-session")
-"""Where requests are read and rendered, so that the event loop goes on; a session uses one at a time."""
+"""Threads on which requests are read and rendered, to keep the event loop free. A session uses one at a time."""
 
 type CallSeed = Callable[..., int]
-"""Makes the seed of an answer from what tells it apart from the sample's other answers."""
+"""Function that returns the seed of an answer from values that distinguish it from the sample's other answers."""
 
 
 @dataclass(frozen=True)
@@ -166,21 +166,21 @@ class SessionSettings:
     """Settings of the sessions of one environment."""
 
     reader: AnswerReader
-    """Reads answers."""
+    """Reader of the answers."""
     max_calls: int = 64
-    """Answers that a program may ask for."""
+    """Largest number of answers that a program may ask for."""
     max_concurrent_calls: int = 64
-    """Requests of a program that are answered at the same time; further ones are refused."""
+    """Largest number of a program's requests that are answered at the same time. Further requests are refused."""
     sampling: Literal["run", "request"] = "run"
-    """Whether temperature, top_p and top_k of requests apply, or always those of the run."""
+    """Whether the temperature, top_p and top_k of requests apply ("request") or always those of the run ("run")."""
     history: Literal["keep", "template"] = "keep"
-    """With "keep", the tokens of an earlier answer are continued; with "template", a new tree starts where the chat
-    template renders the history in another way."""
+    """With "keep", a request always continues the tokens of an earlier answer. With "template", it starts a new tree if
+    the chat template renders the history differently."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the chat template for requests that do not set them."""
+    """Variables of the chat template for requests that do not set these variables."""
 
     def completed(self, request: CallRequest) -> CallRequest:
-        """Return a request with the variables of the chat template that it leaves to the environment."""
+        """Return a request with the environment's values for the chat template variables that it does not set."""
         given = {**self.template_kwargs, **request.template_kwargs}
         return replace(request, template_kwargs=given) if self.template_kwargs else request
 
@@ -191,14 +191,14 @@ class CallParts:
 
     generation: GenerationInterface
     tokenizer: TokenizerType
-    """Renders and encodes."""
+    """Tokenizer that renders and encodes."""
     text_rules: TextRules
-    """As `RolloutRunner`."""
+    """See `RolloutRunner`."""
     limits: RolloutLimits
-    """Bounds of the sample."""
+    """Limits of the sample."""
     sampling: SamplingParams
     trains: bool = True
-    """Whether the answers are trained, so that their log-probabilities have to be the policy's."""
+    """Whether the answers are trained, so that their log probabilities have to be those of the policy."""
 
 
 @dataclass(eq=False)
@@ -206,32 +206,31 @@ class AgentSession:
     """The calls of one sample."""
 
     parts: CallParts
-    """Parts of the run that it uses."""
+    """Parts of the run that the session uses."""
     settings: SessionSettings
-    """Settings of its environment."""
+    """Settings of the session's environment."""
     seed_of: CallSeed
-    """Makes seeds."""
+    """Function that returns the seeds of answers."""
     tree: CallTree = field(init=False)
     """The calls that were answered."""
     counts: Counter[str] = field(default_factory=Counter)
-    """Numbers for metrics."""
+    """Counts for metrics."""
     failure: "asyncio.Future[None]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """Set when engines cannot answer any more, which ends the run."""
+    """Future that gets an exception if engines can no longer answer, which ends the run."""
     unanswered: str | None = None
-    """Why the server of the model gave no answer to a request, or withheld it; None if it answered all, or refused
-    them."""
+    """Why the model's server gave no answer to a request or withheld one, or None if it did neither."""
     memory: dict[str, Any] = field(init=False)
-    """Kept by dialects between requests."""
+    """Memory that dialects use between requests."""
     generation_s: float = 0.0
-    """Seconds of answers, added up."""
+    """Sum of the times in seconds that answers took."""
     exchanges: Exchanges = field(init=False)
     """Requests and their answers."""
     budget: Budget = field(init=False)
-    """Tokens and calls that are left for the program."""
+    """Remaining tokens and calls of the program."""
     _prompts: PromptRenderer = field(init=False)
     _running: "set[Answering]" = field(default_factory=set)
     _ending: "set[Answering]" = field(default_factory=set)
-    """Cancelled calls of an earlier start."""
+    """Cancelled calls of an earlier start of the program."""
     _times_asked: Counter[str] = field(init=False)
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     _is_closed: bool = False
@@ -240,7 +239,7 @@ class AgentSession:
         self._begin()
 
     def begin_again(self) -> None:
-        """Forget all calls, because the program was started again from the prompt and equal calls get equal answers."""
+        """Forget all calls. The program was started again from the prompt, and equal calls will get equal answers."""
         for task in self._running:
             task.cancel()
         self._ending |= self._running
@@ -259,16 +258,16 @@ class AgentSession:
 
     @property
     def bound(self) -> Ending | None:
-        """The limit for which a request was refused or a conversation cut off, or None if there was none."""
+        """The limit for which a request was refused or a conversation was cut off, or None if there was none."""
         cut = (call.cut_by for call in self.tree.leaves() if call.cut_by is not None)
         return self.budget.bound or next(cut, None)
 
     def exchange(self, request: CallRequest, identity: str, *, is_retry: bool) -> Exchange:
-        """Start to answer a request, or find the answers of the same request, if the client sends it again.
+        """Start to answer a request, or return the earlier exchange if the client repeats a request.
 
         Args:
-            identity: equal for requests with the same content.
-            is_retry: the client says that it sends the request again.
+            identity: text that is equal for requests with the same content.
+            is_retry: whether the client marks the request as repeated.
 
         Raises:
             CallError: the request is refused.
@@ -276,7 +275,7 @@ class AgentSession:
         return self.exchanges.of(identity, lambda: self._start(self.settings.completed(request)), is_retry=is_retry)
 
     async def on_thread[T](self, work: Callable[[], T]) -> T:
-        """Call a function on a thread, after all earlier calls of the same session."""
+        """Call a function on a thread. The functions of one session run one after another, in their order."""
         async with self._turn:
             return await asyncio.get_running_loop().run_in_executor(_THREADS, work)
 
@@ -284,7 +283,7 @@ class AgentSession:
         """Return the tokens that a request would continue.
 
         Raises:
-            CallError: the messages cannot be rendered, or the tokens of the model are not known.
+            CallError: the messages cannot be rendered, or only another server knows the model's tokens.
         """
         if self.parts.generation.reads_chats:
             raise CallError(
@@ -293,7 +292,7 @@ class AgentSession:
         return self._prompt(self.settings.completed(request)).token_ids
 
     async def close(self) -> None:
-        """Refuse further requests, and cancel calls that run."""
+        """Refuse further requests, and cancel running calls."""
         self._is_closed = True
         for task in self._running:
             task.cancel()
@@ -351,13 +350,13 @@ class AgentSession:
         return [self._record(request, prompt, grant, seed, result, texts) for (seed, result), texts in parts]
 
     def _prepared(self, request: CallRequest) -> tuple[SamplingParams, Prompt, str]:
-        """Return how to sample the answer to a request, its tokens, and its identity."""
+        """Return the sampling parameters of a request, its prompt, and its identity."""
         sampling = self._sampling(request)
         prompt = self._prompt(request)
         return sampling, prompt, _identity(prompt, request)
 
     def _read(self, request: CallRequest, seed: int, result: GenerationResult) -> tuple[ReadAnswer, list[str]]:
-        """Return an answer as text, and the text of each of its tokens if the request asks for them."""
+        """Return an answer as text and, if the request asks for it, the text of each of its tokens."""
         written = result.token_ids.tolist()
         if result.answer is not None:
             read = read_forwarded(result.answer, request)
@@ -368,7 +367,7 @@ class AgentSession:
 
     def _prompt(self, request: CallRequest) -> Prompt:
         """Render a request."""
-        with Boundary(Exception) as caught:  # templates raise errors of any kind for messages that are not theirs
+        with Boundary(Exception) as caught:  # templates raise errors of any kind for unexpected messages
             return self._prompts.prompt(request, self.tree)
         error = caught.take()
         reason = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
@@ -447,7 +446,7 @@ class AgentSession:
         return answer
 
     def _sampling(self, request: CallRequest) -> SamplingParams:
-        """Return the run's sampling with the request's changes, and with the form of its answer."""
+        """Return the sampling parameters of the run with the request's changes and the form of its answer."""
         sampling = self.parts.sampling
         if self.settings.sampling == "request":
             sampling = replace(
@@ -460,7 +459,7 @@ class AgentSession:
 
 
 def _identity(prompt: Prompt, request: CallRequest) -> str:
-    """Return the identity of a request among all requests of the sample, which does not depend on other runs."""
+    """Return a hash of a request's content, which distinguishes a sample's requests and is equal in all runs."""
     asked = (request.seed, request.num_answers, request.max_tokens)
     distribution = (request.temperature, request.top_p, request.top_k)
     form = (request.grammar, request.forced_tool, request.calls_once)
@@ -470,12 +469,12 @@ def _identity(prompt: Prompt, request: CallRequest) -> str:
 
 
 def call_id_of(response_id: str) -> str:
-    """Return the id of a call from the id of its response, which dialects begin in ways of their own."""
+    """Return the id of a call from the id of its response, which each dialect begins with its own prefix."""
     return response_id[-ID_LENGTH:]
 
 
 def _message(answer: CallAnswer, result: GenerationResult) -> Message:
-    """Return the answer as a message of the log."""
+    """Return the answer as a message of the conversation, with its tokens."""
     return {
         **answer.message,
         "token_ids": torch.from_numpy(np.array(result.token_ids, dtype=np.int64)),

@@ -1,10 +1,10 @@
-"""The environment `nemo_gym`: agents of NeMo Gym play samples, through the endpoint of the run.
+"""The environment `nemo_gym`, in which agents of NeMo Gym play samples through the endpoint of the run.
 
     environment ─► program ── POST /run, row + key ──► agent ─► model server ── key in the body ──► endpoint
                       │                                  └─► resources server: tools, reward
                       └─ servers: started by `command`, found through the head server
 
-Nothing is imported before a name is used.
+The modules are imported only when one of their names is used.
 """
 
 from nemo_rl.compat.public_names import public_names

@@ -1,6 +1,6 @@
 """The environment `nemo_gym`, whose programs are rollouts of NeMo Gym's agents.
 
-An agent plays a sample, and returns its row with `response`, `reward` and numbers of the verifier.
+An agent plays a sample, and returns the row of the sample with `response`, `reward` and numbers of the verifier.
 """
 
 import asyncio
@@ -36,10 +36,10 @@ def read_rollout(result: Any, row: Mapping[str, Any]) -> AgentResult:
 
     Args:
         result: the value that the agent returned.
-        row: the row that it was given; its own numbers are no metrics.
+        row: the row that the agent got. Numbers of the row are no metrics.
 
     Raises:
-        ValueError: it is no object, or has no finite reward.
+        ValueError: the result is no object, or has no finite reward.
     """
     if not isinstance(result, Mapping):
         raise ValueError(f"it is a {type(result).__name__}, not an object")
@@ -58,7 +58,7 @@ def extract_reward_components(nemo_gym_result: Mapping[str, Any]) -> dict[str, f
     """Return the components of a result's reward by name, or None if it has no components.
 
     Raises:
-        ValueError: they are no mapping of names to finite numbers.
+        ValueError: the components are no mapping from names to finite numbers.
     """
     given = nemo_gym_result.get(_COMPONENTS)
     if given is None:
@@ -69,7 +69,7 @@ def extract_reward_components(nemo_gym_result: Mapping[str, Any]) -> dict[str, f
 
 
 def _numbers(result: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of the verifier, except numbers of the row."""
+    """Return the finite numbers of the verifier, without numbers of the row."""
     return {
         str(name): float(value)
         for name, value in result.items()
@@ -92,13 +92,13 @@ _LARGEST_RESULT = 2**26
 
 
 class GymProgram(AgentProgram):
-    """Rollouts of NeMo Gym.
+    """Runs rollouts of NeMo Gym.
 
     Args:
         section: the section `env.nemo_gym`.
 
     Raises:
-        ConfigError: the program that starts the servers does not exist here.
+        ConfigError: the program that starts the servers does not exist on this machine.
     """
 
     def __init__(self, section: NemoGymConfig) -> None:
@@ -108,7 +108,7 @@ class GymProgram(AgentProgram):
         self._log = Path(section.log_dir, RESULTS_FILE) if section.logs_results else None
 
     async def run(self, task: AgentTask) -> AgentResult:
-        """See `AgentProgram.run`. The first rollout starts the servers, which does not count against its deadline."""
+        """See `AgentProgram.run`. The first rollout starts the servers, for which its deadline is extended."""
         row = task.row.get(GYM_ROW)
         if row is None:
             raise AgentError("the row is none of NeMo Gym; use dataset_name: NemoGymDataset")
@@ -122,12 +122,12 @@ class GymProgram(AgentProgram):
         return await self._read(task, row, content)
 
     async def shutdown(self) -> None:
-        """End the servers that were started here."""
+        """End the servers that this program started."""
         await self._servers.close()
         await self._poster.close()
 
     async def _read(self, task: AgentTask, row: Mapping[str, Any], content: bytes) -> AgentResult:
-        # Only the key is taken out of the text: what else the servers repeat is the row's own.
+        # Only the key is removed from the text. The servers repeat nothing else but the row's own data.
         text = task.without_key(content.decode(errors="replace"))
         try:
             result = json.loads(text)
@@ -142,7 +142,7 @@ class GymProgram(AgentProgram):
 
 
 def _body(row: Mapping[str, Any], key: str) -> bytes:
-    """Return the request for a rollout: the row, with the sample's key among the fields that requests get."""
+    """Return the request for a rollout, which is the row with the sample's key among the fields for model requests."""
     parameters = row["responses_create_params"]
     metadata = parameters.get("metadata") or {}
     try:
@@ -162,15 +162,15 @@ def _append(path: Path, line: str) -> None:
 
 
 class NemoGym(ProgramEnvironment):
-    """Agents and resources servers of NeMo Gym.
+    """The environment `nemo_gym`, with agents and resources servers of NeMo Gym.
 
-    One actor has it, because the servers are started once.
+    It runs in a single actor, because the servers are started only once.
 
     Args:
         cfg: the `env.nemo_gym` section (or its dict).
 
     Raises:
-        ConfigError: the program that starts the servers does not exist here.
+        ConfigError: the program that starts the servers does not exist on this machine.
     """
 
     config_class: ClassVar[type | None] = NemoGymConfig
@@ -181,7 +181,7 @@ class NemoGym(ProgramEnvironment):
 
     @classmethod
     def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
-        """See `EnvironmentInterface.check_section`: find the command that starts the servers, and the parsers."""
+        """See `EnvironmentInterface.check_section`. It checks the command that starts the servers, and the parsers."""
         cfg = NemoGymConfig.of(section)
         if cfg.config_paths:
             find_program(cfg)

@@ -1,9 +1,9 @@
-"""The servers of NeMo Gym: start them, find their addresses, and end them.
+"""Start the servers of NeMo Gym, find their addresses, and end them.
 
     first rollout ─► command (below `programs.guard`) ─► head server ─► configuration ─► addresses of agents
 
-Invariants: when `close` returns no process that was started here exists, and `guard` ends them where this process
-dies; a failed start is told to each later rollout at once.
+Invariants: when `close` returns, none of the started processes exists. If this process dies, `guard` ends them. After a
+failed start, each later rollout fails at once with the same error.
 """
 
 import asyncio
@@ -35,12 +35,12 @@ from nemo_rl.utils.addresses import http_address
 from nemo_rl.utils.errors import ConfigError
 
 API_KEY = "nemo_rl"
-"""API key of the servers: it is no secret, since the endpoint knows only the keys of samples."""
+"""API key of the servers. It is no secret, because the endpoint accepts only the keys of samples."""
 _PLAIN = re.compile(r"[\w./:@+-]+")
 
 
 def should_use_nemo_gym(master_config: RunConfig) -> bool:
-    """Return whether agents of NeMo Gym play rows of a run."""
+    """Return whether agents of NeMo Gym play any rows of a run."""
     return any(name == NEMO_GYM for _, name in master_config.env_entries())
 
 
@@ -48,7 +48,7 @@ def find_program(section: NemoGymConfig) -> str:
     """Return the path of the program that starts the servers.
 
     Raises:
-        ConfigError: it is not on this machine.
+        ConfigError: the program does not exist on this machine.
     """
     program = section.command[0]
     folders = [] if section.uv_venv_dir is None else [os.path.join(section.uv_venv_dir, "bin")]
@@ -69,7 +69,7 @@ def overrides(config_paths: Sequence[str], base_url: str, model: str) -> list[st
     """Return the command's arguments, in Hydra's grammar.
 
     Args:
-        config_paths: files with the configuration of servers.
+        config_paths: configuration files of the servers.
         base_url: address of the endpoint, up to `/v1`.
     """
     return [
@@ -81,12 +81,12 @@ def overrides(config_paths: Sequence[str], base_url: str, model: str) -> list[st
 
 
 def _value(text: str) -> str:
-    """Return a text as a value of Hydra's grammar, with quotes where it needs them."""
+    """Return a text as a value in Hydra's grammar, in quotes if necessary."""
     return text if _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)
 
 
 def added_config(section: NemoGymConfig, host: str, port: int) -> Mapping[str, Any]:
-    """Return the configuration that is added to the files of `config_paths`.
+    """Return the configuration that is added to that of the files in `config_paths`.
 
     Args:
         host: host of the head server.
@@ -113,18 +113,18 @@ _LAST_BYTES = 2000
 _MAX_RESTARTS, _RESTARTS_S = 3, 3600.0
 _CONFIG_FILE, _LOG_FILE = "nemo_rl.yaml", "servers.log"
 _FOLDER_VARIABLE = "NEMO_RL_GYM_FOLDER"
-"""Variable of all processes of the servers, by which they are found where their guard was killed."""
+"""Environment variable of all server processes, by which they are found if their guard was killed."""
 _KEY = re.compile(r"sk-[\w.-]+")
 
 
 class GymServers:
-    """The servers of one environment, used on one event loop.
+    """The servers of one environment, for use on one event loop.
 
     Args:
         section: the section `env.nemo_gym`.
 
     Raises:
-        ConfigError: the program that starts them does not exist here.
+        ConfigError: the program that starts the servers does not exist on this machine.
     """
 
     def __init__(self, section: NemoGymConfig) -> None:
@@ -142,7 +142,7 @@ class GymServers:
 
         Args:
             name: name of the agent in the servers' configuration.
-            base_url: address of the endpoint, up to `/v1`, which the servers call.
+            base_url: address up to `/v1` of the endpoint that the servers call.
 
         Raises:
             AgentError: the servers cannot be started or reached, or have no such agent.
@@ -163,13 +163,13 @@ class GymServers:
         return self._agents[name]
 
     async def close(self) -> None:
-        """End the servers that were started here."""
+        """End the servers that this object started."""
         running, self._running = self._running, None
         if running is not None:
             await running.end()
 
     def _count_restart(self) -> None:
-        """Note that the servers have ended by themselves."""
+        """Count that the servers ended by themselves, and have to be started again."""
         now = time.monotonic()
         self._restarts.append(now)
         while now - self._restarts[0] > _RESTARTS_S:
@@ -179,7 +179,7 @@ class GymServers:
             raise AgentError(self._failure)
 
     async def _started(self, base_url: str, model: str) -> None:
-        """Start the servers for an address of the endpoint, or find running servers."""
+        """Start the servers for an address of the endpoint, or find servers that are running already."""
         await self.close()
         self._base_url = ""
         deadline = time.monotonic() + self._section.start_timeout_s
@@ -204,7 +204,7 @@ class GymServers:
         logger.info("NeMo Gym's servers answer; agents: %s", ", ".join(sorted(self._agents)))
 
     async def _launched(self, base_url: str, model: str, deadline: float) -> Mapping[str, Any]:
-        """Start the processes and return the configuration of all servers."""
+        """Start the processes, and return the configuration of all servers."""
         section = self._section
         head = section.head_server or HeadServerConfig.build(port=_free_port())
         assert self._program is not None, "it is found where there are config_paths"
@@ -230,7 +230,7 @@ class _Process:
         policy: tuple[str, str],
         env: Mapping[str, str],
     ) -> "_Process":
-        """Start the command with its output in the log."""
+        """Start the command, with its output written to the log."""
         folder = os.path.realpath(tempfile.mkdtemp(prefix="nemo_rl_gym_"))
         config = Path(folder, _CONFIG_FILE)
         config.write_text(yaml.safe_dump(dict(added_config(section, head.host, head.port))), encoding="utf-8")
@@ -254,20 +254,20 @@ class _Process:
 
     @property
     def has_ended(self) -> bool:
-        """True if the command has ended, and its processes with it."""
+        """True if the command and its processes have ended."""
         return self._process.returncode is not None
 
     @property
     def last_words(self) -> str:
-        """Status and end of the output of a command that has ended."""
+        """Exit status of a command that has ended, and the end of its output."""
         with self._log.open("rb") as file:
             file.seek(-min(2 * _LAST_BYTES, self._log.stat().st_size), os.SEEK_END)
-            # Keys are masked before the cut, which could leave a part of one that is not recognised.
+            # Keys are masked before the text is cut, because a part of a key would not be recognised.
             text = _KEY.sub("sk-***", file.read().decode(errors="replace"))[-_LAST_BYTES:].strip()
         return f"the command exited with status {self._process.returncode}; {self._log} ends with:\n{text}"
 
     async def end(self) -> None:
-        """End all processes and remove all files except the log."""
+        """End all processes, and remove all files except the log."""
         assert self._process.stdin
         self._process.stdin.close()
         try:
@@ -284,12 +284,12 @@ class _Process:
 
 
 def _private(path: str, flags: int) -> int:
-    """Open a file that only its owner may read, because servers may write keys of samples into it."""
+    """Open a file that only its owner may read, because servers may write the keys of samples into it."""
     return os.open(path, flags, 0o600)
 
 
 async def _global_config(head: HeadServerConfig, deadline: float, process: _Process | None) -> Mapping[str, Any]:
-    """Ask the head server for the configuration of all servers until it answers."""
+    """Ask the head server for the configuration of all servers, repeatedly until it answers."""
     url = f"{http_address(head.host, head.port)}{_CONFIG_PATH}"
     async with httpx.AsyncClient(timeout=_CONNECT_S) as client:
         while True:
@@ -314,7 +314,7 @@ def _read_config(url: str, response: httpx.Response) -> Mapping[str, Any]:
 
 
 async def _answering(host: str, port: int, deadline: float, process: _Process | None) -> None:
-    """Wait until a server takes connections."""
+    """Wait until a server accepts connections."""
     while True:
         try:
             async with asyncio.timeout(_CONNECT_S):
@@ -327,7 +327,7 @@ async def _answering(host: str, port: int, deadline: float, process: _Process | 
 
 
 async def _wait(deadline: float, process: _Process | None, reason: str) -> None:
-    """Wait a moment."""
+    """Wait for a moment. Raise an error if the process has ended or the deadline has passed."""
     if process is not None and process.has_ended:
         raise AgentError(process.last_words)
     if time.monotonic() > deadline:
@@ -336,7 +336,7 @@ async def _wait(deadline: float, process: _Process | None, reason: str) -> None:
 
 
 def _addresses(config: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, tuple[str, int]]:
-    """Return host and port of each server of some kinds, by its name."""
+    """Return host and port of each server of the given kinds, by the server's name."""
     found = {}
     for name, by_kind in config.items():
         for kind, implementations in by_kind.items() if isinstance(by_kind, Mapping) else ():
@@ -349,7 +349,7 @@ def _addresses(config: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, tup
 
 
 def _check_policy(config: Mapping[str, Any], base_url: str) -> None:
-    """Refuse servers that call another model: older ones, or ones whose files name another address."""
+    """Refuse servers that call the model at another address, because they are old or configured differently."""
     given = config.get("policy_base_url")
     if given != base_url:
         raise AgentError(

@@ -1,7 +1,7 @@
-"""Programs that are Python functions, in the process of the environment.
+"""Run programs that are Python functions, in the process of the environment.
 
-Invariant: whatever a function raises or returns costs only its own sample; one that blocks a thread beyond its deadline
-keeps that thread, and no other program waits for it.
+Invariant: whatever a function raises or returns affects only its own sample. A function that blocks beyond its deadline
+keeps its thread, and no other program waits for this thread.
 """
 
 import asyncio
@@ -23,14 +23,14 @@ _ADVICE = "Give the dotted path of a function of an AgentTask, or of a class who
 
 
 class CallableProgram(AgentProgram):
-    """A function that is called for each task: a coroutine function here, another one on a thread of its own.
+    """A function that is called for each task, on the event loop if it is a coroutine function, or else on a thread.
 
     Args:
-        path: dotted path of the function, or of a class.
+        path: dotted path of the function, or of a class whose objects are callable.
         kwargs: further arguments of the function, or arguments of the class.
 
     Raises:
-        ConfigError: it cannot be imported or called, or the arguments do not fit.
+        ConfigError: the function or class cannot be imported or called, or the arguments do not fit.
     """
 
     def __init__(self, path: str, kwargs: Mapping[str, Any]) -> None:
@@ -49,7 +49,7 @@ class CallableProgram(AgentProgram):
         try:
             done, _ = await asyncio.wait({running}, timeout=task.timeout_s)
         finally:
-            running.cancel()  # without waiting: a function may catch it
+            running.cancel()  # cancelled without waiting, because a function may catch the cancellation
         if not done:
             if not self._is_async:
                 logger.warning("%s still runs after its deadline; its result is ignored", self._name)
@@ -57,7 +57,7 @@ class CallableProgram(AgentProgram):
         value, error = running.result()
         if error is not None:
             raise AgentError(error)
-        with Boundary(BaseException) as caught:  # the value may be of the user's own class
+        with Boundary(BaseException) as caught:  # the returned value may be of the user's own class
             return read_result(value)
         problem = caught.take()
         if isinstance(problem, ValueError):
@@ -65,16 +65,16 @@ class CallableProgram(AgentProgram):
         raise AgentError(f"the value of the program {self._name} cannot be read: {describe(problem)}")
 
     async def shutdown(self) -> None:
-        """Call the method `shutdown` of an object that has one."""
+        """Call the method `shutdown` of the program if the program is an object with such a method."""
         owner = self._call.__self__ if inspect.ismethod(self._call) else None
         released = owner.shutdown() if hasattr(owner, "shutdown") and not inspect.isclass(owner) else None
         if inspect.isawaitable(released):
             await released
 
     async def _outcome(self, task: AgentTask) -> tuple[Any, str | None]:
-        """Return the function's result, or the text of its error.
+        """Return the function's result and None, or None and the text of its error.
 
-        Exceptions are not passed on, because the event loop ends with some of them.
+        Exceptions are not raised, because some of them would end the event loop.
         """
         with Boundary(BaseException) as caught:  # the program is the user's own code
             if self._is_async:
@@ -91,13 +91,13 @@ class CallableProgram(AgentProgram):
 
 
 def find_program(path: str, kwargs: Mapping[str, Any]) -> tuple[Callable[..., Any], Mapping[str, Any]]:
-    """Import a program and check that it can be called with a task, without constructing anything.
+    """Import a program, and check that it can be called with a task. Nothing is constructed.
 
     Returns:
-        A function, and its arguments besides the task; or a class, and the arguments of its constructor.
+        A function and its arguments besides the task, or a class and the arguments of its constructor.
 
     Raises:
-        ConfigError: as `CallableProgram`.
+        ConfigError: see `CallableProgram`.
     """
     what = f"env.agent.program={path!r}"
     found = import_dotted(path, ConfigError, what, _ADVICE)
@@ -115,7 +115,7 @@ def find_program(path: str, kwargs: Mapping[str, Any]) -> tuple[Callable[..., An
 
 
 def _check_arguments(call: Callable[..., Any], given: tuple[None, ...], kwargs: Mapping[str, Any], what: str) -> None:
-    """Check that a function can be called with as many positional arguments, the task the last, and with `kwargs`."""
+    """Check that a function can be called with the arguments `given`, of which the task is the last, and `kwargs`."""
     try:
         signature = inspect.signature(call)
     except ValueError:  # a C function without a signature

@@ -1,10 +1,11 @@
-"""Programs that are processes: what they get, what they leave, and how they run without a sandbox.
+"""Run programs that are processes without a sandbox, and read the results that they leave.
 
     environment ── stdin: command ──► guard ──► program and what it starts
                 ◄── stdout, stderr ───────────────┘  └─► reward.json
 
-Invariant: when `run` returns or is cancelled, no process and no file of the program exists; `guard` ends the processes
-and removes the files even where this process dies, and `remains` finds the processes where the program killed `guard`.
+Invariant: when `run` returns or is cancelled, no process and no file of the program exists. If this process dies,
+`guard` ends the program's processes and removes its files. If the program kills `guard`, `end_processes` finds its
+processes.
 """
 
 import asyncio
@@ -31,21 +32,21 @@ _AGAIN_S = 0.01
 
 
 def end_processes(guard: int | None, folder: str, deadline_s: float) -> bool:
-    """Kill a guard with all processes below it and all processes of a folder, and block until they are gone.
+    """Kill a guard, its descendants and all processes of a folder, and block until they have ended.
 
     Args:
-        guard: process id of the guard; None if it has ended.
+        guard: process id of the guard, or None if the guard has ended.
         folder: path of a folder that belongs to one command.
-        deadline_s: seconds after which it gives up.
+        deadline_s: time in seconds after which the function gives up.
 
     Returns:
-        Whether all have ended.
+        Whether all processes have ended.
     """
     deadline = time.monotonic() + deadline_s
     while time.monotonic() < deadline:
         below = [] if guard is None else descendants(guard)
         found = {*below, *_processes_of(folder)} - {guard, os.getpid()}
-        if guard is not None:  # before the others: the command's end has no meaning any more
+        if guard is not None:  # before the others, so that it does not report the command's end
             found.add(guard)
             guard = None
         elif not found:
@@ -58,10 +59,10 @@ def end_processes(guard: int | None, folder: str, deadline_s: float) -> bool:
 
 
 def _processes_of(folder: str) -> list[int]:
-    """Return the processes with a folder among their variables or as their current folder, without zombies."""
+    """Return the ids of processes that have a folder in an environment variable or as their current folder."""
     found = []
     for entry in os.listdir("/proc"):
-        with contextlib.suppress(OSError, ValueError):  # it has ended, or is no process, or belongs to another user
+        with contextlib.suppress(OSError, ValueError):  # no process, or it has ended or is another user's
             place = Path("/proc", str(int(entry)))
             if folder.encode() in (place / "environ").read_bytes() or os.readlink(place / "cwd").startswith(folder):
                 found.append(int(entry))
@@ -80,12 +81,12 @@ _GUARD = str(Path(__file__).with_name("guard.py"))
 
 
 class CommandProgram(AgentProgram):
-    """A process for each task, with the rights, the environment variables and the network of this one.
+    """Runs a process for each task, with the rights, the environment variables and the network of this process.
 
     Args:
         command: program and arguments.
         environment: further environment variables.
-        output_bytes: bytes of standard output, and of standard error, after which it is ended.
+        output_bytes: largest length of standard output, and of standard error. A process that writes more is ended.
 
     Raises:
         ConfigError: there is no such program.
@@ -109,7 +110,7 @@ class CommandProgram(AgentProgram):
         return result_of(task, status, out, err, files)
 
     async def _ran(self, task: AgentTask, folder: str) -> tuple[int, str, str]:
-        """Run the program in a folder, and return its status and its output."""
+        """Run the program in a folder, and return its exit status, standard output and standard error."""
         variables = {**os.environ, **variables_of(task, folder), **self._environment}
         plan = json.dumps({"command": self._command, "environment": variables})
         process = await asyncio.create_subprocess_exec(
@@ -144,21 +145,21 @@ class CommandProgram(AgentProgram):
 
 
 async def _ended(process: asyncio.subprocess.Process, reads: Sequence[asyncio.Task[str]], folder: str) -> None:
-    """Have the guard end all processes of the program, or end them and the guard if the guard does not."""
+    """Let the guard end all processes of the program. If it does not, end the processes and the guard here."""
     assert process.stdin and process.stdout and process.stderr
     process.stdin.close()
     for read in reads:  # a pipe has one reader at a time
         read.cancel()
     await asyncio.gather(*reads, return_exceptions=True)
     has_ended = await _returned(process)
-    if process.returncode is None or process.returncode < 0:  # the guard itself was killed
+    if process.returncode is None or process.returncode < 0:  # the guard itself was killed, or did not end in time
         guard = None if has_ended else process.pid
         if not await asyncio.to_thread(end_processes, guard, folder, _END_DEADLINE_S):
             logger.warning("processes of a program in %s did not end in %g s of SIGKILL", folder, _END_DEADLINE_S)
         await _returned(process)
     try:
         async with asyncio.timeout(_END_DEADLINE_S):
-            for pipe in (process.stdout, process.stderr):  # to its end, where asyncio closes it
+            for pipe in (process.stdout, process.stderr):  # to the end of the pipe, at which asyncio closes it
                 while await pipe.read(_CHUNK_BYTES):
                     continue
     except TimeoutError:
@@ -166,7 +167,7 @@ async def _ended(process: asyncio.subprocess.Process, reads: Sequence[asyncio.Ta
 
 
 async def _returned(process: asyncio.subprocess.Process) -> bool:
-    """Return whether a process ends in time, even if its pipes, which nothing reads any more, stay open."""
+    """Return whether a process ends in time. Its pipes, which nothing reads any more, may stay open."""
     deadline = asyncio.get_running_loop().time() + _END_DEADLINE_S
     while process.returncode is None and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(_POLL_S)
@@ -174,7 +175,7 @@ async def _returned(process: asyncio.subprocess.Process) -> bool:
 
 
 def found_command(command: Sequence[str]) -> list[str]:
-    """Return a command with the absolute path of its program, looked for next to the Python of the run first.
+    """Return a command with the absolute path of its program. Programs next to the run's Python come first.
 
     Raises:
         ConfigError: there is no such program.
@@ -189,7 +190,7 @@ def found_command(command: Sequence[str]) -> list[str]:
 
 
 def search_path(rest: str) -> str:
-    """Return folders of programs, with the folder of the run's Python first."""
+    """Return the folders in which programs are searched, beginning with the folder of the run's Python."""
     return os.pathsep.join([sysconfig.get_path("scripts"), rest])
 
 
@@ -197,7 +198,7 @@ def task_file_of(task: AgentTask) -> bytes:
     """Return the content of the file of a task.
 
     Raises:
-        AgentError: the task has values that JSON has not.
+        AgentError: the task has values that JSON cannot represent.
     """
     try:
         return json.dumps(task.as_json).encode()
@@ -206,20 +207,20 @@ def task_file_of(task: AgentTask) -> bytes:
 
 
 def variables_of(task: AgentTask, folder: str) -> dict[str, str]:
-    """Return the environment variables of a task whose files are in a folder."""
+    """Return the environment variables for the program of a task whose files are in a folder."""
     files = {"NEMO_RL_TASK_FILE": f"{folder}/{TASK_FILE}", "NEMO_RL_REWARD_FILE": f"{folder}/{REWARD_FILE}"}
     return {**task.environment, **files}
 
 
 def result_of(task: AgentTask, status: int, out: str, err: str, files: Mapping[str, bytes | None]) -> AgentResult:
-    """Return the result of a program that has ended, which is its output if it gave no other answer.
+    """Return the result of a program that has ended. Its output is the answer if it left no reward file.
 
     Args:
-        task: what it was given.
-        status: exit status, 128 + n after signal n.
+        task: the task that the program got.
+        status: exit status, or 128 + n if signal n ended the program.
         out: standard output.
         err: standard error.
-        files: content of the files that it wrote; None for one that cannot be read.
+        files: content of the files that the program wrote, or None for a file that cannot be read.
 
     Raises:
         AgentError: the status is not 0, or the file of the reward cannot be read or understood.

@@ -3,9 +3,9 @@
     metadata: row + `agent` ─► task ─► program ─► result ─► reward
                                                     └─ answer ─► grader ─► reward
 
-A step is a whole episode: when it returns, the program has ended. Invariant: a reward always comes from the program or
-the grader, everything else is the error of one sample, and the key of a sample is neither in its metadata nor in its
-answer or error.
+A step is a whole episode, and the program has ended when the step returns. Invariant: a reward always comes from the
+program or the grader, and any failure is the error of one sample. The key of a sample is neither in its metadata nor in
+its answer or error.
 """
 
 import asyncio
@@ -50,11 +50,11 @@ class SampleGrade:
     """The rewards of one sample."""
 
     rewards: Mapping[str, float]
-    """Its reward under the name "", or one for each named component."""
+    """Reward of the sample under the name "", or one reward for each named component."""
     answer: str | None = None
     """The graded text."""
     row: Any = None
-    """Metadata of the grader's turn; None without a grader."""
+    """Metadata that the grader returned, or None without a grader."""
 
 
 class AnswerGrader:
@@ -75,7 +75,7 @@ class AnswerGrader:
         """Grade the answer to the messages of a prompt.
 
         Raises:
-            AgentError: the grader has no reward for it.
+            AgentError: the grader returned no reward for the answer.
         """
         environment = self._environment
         start: EpisodeStart[Any] = await self._called(lambda: environment.open_episode(dict(row)))
@@ -96,7 +96,7 @@ class AnswerGrader:
     async def post_process(
         self, batch: "BatchedDataDict[Any]", rows: list[Any]
     ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
-        """Let the grader correct the rewards of B samples, whose `SampleGrade.row` are given, and compute metrics."""
+        """Let the grader correct the rewards of B samples, given the `SampleGrade.row` of each, and compute metrics."""
         own = batch.copy()
         own["extra_env_info"] = rows
         processed: tuple[BatchedDataDict[Any], dict[str, float | int]] = await self._called(
@@ -110,7 +110,7 @@ class AnswerGrader:
         self._threads.shutdown(wait=False)
 
     async def _called(self, call: Callable[[], Any]) -> Any:
-        """Make a call on one of the grader's threads, and await a returned coroutine on this event loop."""
+        """Make a call on one of the grader's threads, and await the result on this event loop if it is a coroutine."""
         outcome = await asyncio.get_running_loop().run_in_executor(self._threads, call)
         return await outcome if inspect.iscoroutine(outcome) else outcome
 
@@ -118,17 +118,17 @@ class AnswerGrader:
 _MAX_ERROR_CHARS = 2000
 
 PLAYED = "played"
-"""Key of the metadata that a step adds: seconds and metrics of the program, and the grader's metadata."""
+"""Key that a step adds to the metadata, for the program's seconds and metrics and the grader's metadata."""
 
 
 class ProgramEnvironment(EnvironmentInterface[dict[str, Any]]):
-    """Base of environments that run a program for each sample.
+    """Base class of environments that run a program for each sample.
 
     Args:
-        program: starts the programs.
-        timeout_s: seconds for one program.
-        row_fields: fields of the row that a program gets; None: all.
-        grader: rewards the answers of the programs; None: the programs return rewards.
+        program: object that starts the programs.
+        timeout_s: time limit of one program in seconds.
+        row_fields: fields of the row that a program gets, or None for all fields.
+        grader: environment that rewards the answers, or None if the programs return rewards.
     """
 
     runs_agents: ClassVar[bool] = True
@@ -180,9 +180,9 @@ class ProgramEnvironment(EnvironmentInterface[dict[str, Any]]):
     ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
         """Average the metrics of the programs of B samples, and let the grader correct rewards and add its metrics.
 
-        Samples of rollout runners and restored samples come with what `step` added only if it is plain data. The
-        grader corrects a batch only as a whole, so it is left out where one is missing; the averages are over the
-        others.
+        The data that `step` added may be missing in samples of rollout runners and in restored samples, if it is no
+        plain data. Averages are over the samples that have this data. The grader is called only if no sample lacks it,
+        because the grader corrects a batch as a whole.
         """
         given = [(metadata or {}).get(PLAYED) for metadata in batch["extra_env_info"]]
         played = [one for one in given if one is not None]
@@ -194,7 +194,7 @@ class ProgramEnvironment(EnvironmentInterface[dict[str, Any]]):
         return batch, {**metrics, **own, **times}
 
     async def shutdown(self) -> None:  # type: ignore[override]  # may be a coroutine function
-        """Release the grader and the resources that the programs share."""
+        """Release the grader, and the resources that the programs share."""
         await self._program.shutdown()
         if self._grader is not None:
             await self._grader.shutdown()
@@ -213,7 +213,7 @@ class ProgramEnvironment(EnvironmentInterface[dict[str, Any]]):
         )
 
     async def _graded(self, task: AgentTask, row: Mapping[str, Any], result: AgentResult) -> SampleGrade:
-        """Return the program's reward, or that of the grader for the program's answer."""
+        """Return the program's reward, or the grader's reward for the program's answer."""
         if self._grader is not None:
             if result.answer is None:
                 raise AgentError("the program returned no answer for env.agent.grader")
@@ -230,7 +230,7 @@ class AgentEnvironment(ProgramEnvironment):
         cfg: the `env.agent` section (or its dict).
 
     Raises:
-        ConfigError: the program or the grader cannot be used, or this machine cannot lock the command up.
+        ConfigError: the program or the grader cannot be used, or this machine does not support the sandbox.
     """
 
     pooled: ClassVar[bool] = True
@@ -244,10 +244,10 @@ class AgentEnvironment(ProgramEnvironment):
 
     @classmethod
     def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
-        """See `EnvironmentInterface.check_section`: find the program, its grader and its parsers."""
+        """See `EnvironmentInterface.check_section`. It checks the program, its grader and its parsers."""
         cfg = AgentEnvironmentConfig.of(section)
         if cfg.program is not None:
-            find_program(cfg.program, cfg.kwargs)  # the user's class is constructed in the environment's process alone
+            find_program(cfg.program, cfg.kwargs)  # the user's class is constructed only in the environment's process
         else:
             program_of(cfg)
         check_grader(cfg.grader, f"{place}.grader", tokenizer)
@@ -259,7 +259,7 @@ def check_parsers(cfg: AgentKeys, place: str, tokenizer: "TokenizerType") -> Non
     """Check that the parsers of a section exist, and that they read the answers of the tokenizer's model.
 
     Args:
-        place: its key, for messages.
+        place: key of the section, for messages.
 
     Raises:
         ConfigError: a plugin cannot be run, or a parser does not exist or cannot be used.
@@ -276,10 +276,10 @@ def check_parsers(cfg: AgentKeys, place: str, tokenizer: "TokenizerType") -> Non
 
 
 def program_of(cfg: AgentEnvironmentConfig) -> AgentProgram:
-    """Return what starts the programs of a section.
+    """Return the object that starts the programs of a section.
 
     Raises:
-        ConfigError: the program cannot be used, or this machine cannot lock it up.
+        ConfigError: the program cannot be used, or this machine does not support the sandbox.
     """
     if cfg.program is not None:
         return CallableProgram(cfg.program, cfg.kwargs)
@@ -307,12 +307,12 @@ def _episode(
 
 
 def _failed(row: dict[str, Any], task: AgentTask, error: str) -> EnvironmentReturn[dict[str, Any]]:
-    """Return the episode of a sample with an error."""
+    """Return the result of a sample with an error."""
     return _episode(row, SampleGrade({"": 0.0}), task.without_key(error)[:_MAX_ERROR_CHARS])
 
 
 def _without_key(result: AgentResult, task: AgentTask) -> AgentResult:
-    """Return a result without the key in its texts."""
+    """Return a result in whose texts the key is replaced."""
 
     def renamed(numbers: Mapping[str, float]) -> dict[str, float]:
         return {task.without_key(name): number for name, number in numbers.items()}

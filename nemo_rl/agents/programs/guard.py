@@ -1,9 +1,10 @@
-"""Run a command, and end with it every process that it started: run as `python -I -S guard.py FOLDER PARENT`.
+"""Run a command, and end every process that it started when the command ends.
 
-FOLDER has the files of the command, and PARENT is the process that started this one, which removes them unless it has
-died. The first line of standard input is JSON with the command and its environment. Where standard input ends, because
-the process that started this one wants so or has died, the command is ended. Invariant: when this process ends, no
-process of the command exists; it adopts orphans to find them. It imports only the standard library.
+The guard is started as `python -I -S guard.py FOLDER PARENT`. FOLDER contains the files of the command. The process
+PARENT, which started the guard, removes these files; if it has died, the guard removes them. The first line of standard
+input is JSON with the command and its environment. When standard input ends, because PARENT closed it or has died, the
+guard ends the command. Invariant: when the guard ends, no process of the command exists. To find these processes, it
+adopts orphans. It imports only the standard library.
 """
 
 import ctypes
@@ -21,7 +22,7 @@ _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 
 
 def main(folder: str, parent: int) -> int:
-    """Return the exit status of the command, 128 + n after signal n."""
+    """Run the command, and return its exit status, or 128 + n if signal n ended it."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         return _run()
@@ -33,7 +34,7 @@ def main(folder: str, parent: int) -> int:
 def _run() -> int:
     plan = json.loads(_first_line())
     try:
-        # In a session of its own, so that a signal to its process group does not reach this process.
+        # The command gets its own session, so that a signal to its process group does not reach this process.
         process = subprocess.Popen(
             plan["command"], stdin=subprocess.DEVNULL, env=plan["environment"], start_new_session=True
         )
@@ -58,7 +59,7 @@ def _first_line() -> bytes:
 
 
 def _wait(pid: int) -> int:
-    """Return the status of a child (-n after signal n), or SIGKILL if standard input ended before it."""
+    """Wait for a child, and return its status (-n after signal n), or -SIGKILL if standard input ended first."""
     pidfd = os.pidfd_open(pid)
     while True:
         ready, _, _ = select.select([0, pidfd], [], [], _LOOK_S)
@@ -70,7 +71,7 @@ def _wait(pid: int) -> int:
 
 
 def _reap(pid: int) -> int | None:
-    """Take note of children that have ended, and return the status of one child if it is among them."""
+    """Reap all children that have ended, and return the status of the child `pid`, or None if it has not ended."""
     found = None
     while True:
         try:
@@ -84,7 +85,7 @@ def _reap(pid: int) -> int | None:
 
 
 def _end_all() -> None:
-    """Kill all processes below this one, also those that start meanwhile."""
+    """Kill all descendants of this process, including those that start in the meantime."""
     while below := _below(os.getpid()):
         for pid in below:
             try:
@@ -96,7 +97,7 @@ def _end_all() -> None:
 
 
 def _below(pid: int) -> list[int]:
-    """Return all processes below a process, including ended processes that are not reaped."""
+    """Return all descendants of a process, including ended processes that were not reaped."""
     found = _children(pid)
     for each in found:
         found += _children(each)
@@ -109,14 +110,14 @@ def _children(pid: int) -> list[int]:
         for thread in os.listdir(place):
             with open(f"{place}/{thread}/children", encoding="ascii") as file:
                 found += [int(child) for child in file.read().split()]
-    except OSError:  # it has ended meanwhile
+    except OSError:  # the process has ended meanwhile
         pass
     return found
 
 
 def _remove(folder: str) -> None:
-    """Remove the files of the command as far as possible, starting with the task's files, which have its key."""
-    import shutil  # only here, because every command waits for the imports
+    """Remove the files of the command as far as possible. The task's files come first, because they have the key."""
+    import shutil  # imported only here, because every command waits for the imports
 
     for name in os.listdir(folder):
         if os.path.isfile(os.path.join(folder, name)):

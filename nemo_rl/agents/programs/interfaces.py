@@ -1,6 +1,6 @@
-"""The task that an agent program gets, and the interface of what starts one.
+"""The task that an agent program gets, and the interface of classes that start programs.
 
-Invariant: the key of a task is in no `repr`.
+Invariant: no `repr` contains the key of a task.
 """
 
 import abc
@@ -17,7 +17,7 @@ from nemo_rl.host.boundary import Boundary
 
 _KEYS = ("reward", "answer", "metrics", "call_rewards")
 _SHOWN_CHARS = 65536
-"""Characters of a value in an error; `environment` cuts it to fewer after it has replaced the key."""
+"""Largest number of characters of a value in an error. `environment` shortens the error after replacing the key."""
 
 
 @dataclass(frozen=True)
@@ -25,17 +25,19 @@ class AgentResult:
     """Result of one program."""
 
     reward: float | None = None
-    """Its reward; None if it returned none."""
+    """Reward of the program, or None if it returned none."""
     answer: str | None = None
-    """Its final text; None if it returned none."""
+    """Final text of the program, or None if it returned none."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers to average over samples, by name."""
+    """Numbers by name, which are averaged over samples."""
     call_rewards: Mapping[str, float] = field(default_factory=dict)
-    """Rewards of single calls, by the id of the endpoint's response."""
+    """Rewards of single calls, by the ids of the endpoint's responses."""
 
 
 def read_result(value: Any) -> AgentResult:
-    """Read a returned value: a number or bool (the reward), a text (the answer), a mapping of both and more, or None.
+    """Read the value that a program returned.
+
+    The value may be a number or bool (the reward), a text (the answer), a mapping with both and more, or None.
 
     Raises:
         ValueError: the value is something else, or a number in it is not finite.
@@ -69,13 +71,13 @@ def _numbers(values: Any, key: str) -> dict[str, float]:
 
 
 def finite_number(value: Any, key: str) -> float:
-    """Return a returned number.
+    """Return a number that a program returned as a float.
 
     Args:
-        key: its name, for the error.
+        key: name of the number, for the error.
 
     Raises:
-        ValueError: it is no finite number.
+        ValueError: the value is no finite number.
     """
     if not isinstance(value, Real):
         raise ValueError(f"it returned {key}={_shown(value)}, which is no number")
@@ -97,23 +99,23 @@ def _shown(value: Any) -> str:
 
 
 AGENT = "agent"
-"""Key of the metadata that has the endpoint's address and the sample's key."""
+"""Key of the metadata under which the endpoint's address and the sample's key are."""
 KEY_FIELD = "nemo_rl_key"
-"""Field of a request's body for the sample's key, for programs that cannot choose the API key of their requests."""
+"""Field of a request's body with the sample's key, for programs that cannot choose the API key of requests."""
 CALL_REWARDS = "call_rewards"
-"""Key of the metadata that a step adds where the program rewarded single calls: rewards by the ids of responses."""
+"""Key that a step adds to the metadata if the program rewarded single calls, with the rewards by response id."""
 
 
 START_SIGN = "."
-"""Stands in a key between the sample's part and the part of one start of its program."""
+"""Separator in a key between the part of the sample and the part of one start of the sample's program."""
 
 
 def key_of_start(key: str, secret: str) -> str:
-    """Make the key of one start of a sample's program, so that the endpoint sees when it is started again.
+    """Make the key of one start of a sample's program. By this key the endpoint recognises a new start.
 
     Args:
-        key: of the sample.
-        secret: of the sample, which its program does not see: it cannot pretend to be started again.
+        key: key of the sample.
+        secret: secret of the sample. The program does not see it, and so cannot pretend to be started again.
     """
     number = secrets.token_hex(4)
     return f"{key}{START_SIGN}{number}-{_signature(number, secret)}"
@@ -133,26 +135,26 @@ def _signature(number: str, secret: str) -> str:
 class AgentTask:
     """One sample, as its program gets it.
 
-    Several programs run in one process, so a function passes `base_url` and `api_key` to its client; environment
-    variables are only for processes that it starts.
+    Several programs run in one process, so a function must pass `base_url` and `api_key` to its client. The environment
+    variables of `environment` are only for processes that the function starts.
     """
 
     messages: Sequence[Mapping[str, Any]]
     """Messages of the prompt, as the data has them."""
     tools: Sequence[Mapping[str, Any]] | None
-    """Tools of the row in OpenAI's form; None without any."""
+    """Tools of the row in OpenAI's form, or None if it has none."""
     row: Mapping[str, Any]
-    """Fields of the row that the program may see, see `env.agent.row_fields`."""
+    """Fields of the row that the program may see (see `env.agent.row_fields`)."""
     base_url: str
     """Address of the endpoint, up to `/v1`."""
     api_key: str = field(repr=False)
-    """Key of this sample; calls with it are the sample's calls."""
+    """Key of this sample. Calls with this key belong to the sample."""
     model: str
-    """Name of the model for requests."""
+    """Name of the model in requests."""
     seed: int
-    """Seed of this sample; those of one prompt have different ones."""
+    """Seed of this sample. Samples of one prompt have different seeds."""
     timeout_s: float
-    """Seconds until the program is ended."""
+    """Time in seconds after which the program is ended."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -170,25 +172,25 @@ class AgentTask:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     def without_key(self, text: str) -> str:
-        """Return a text with `***` in place of the key. A text that is cut afterwards has no part of the key."""
+        """Return a text with `***` in place of the key. Texts are cut only afterwards, so no part of the key stays."""
         for key in (self.api_key, self.api_key.partition(START_SIGN)[0]):
             text = text.replace(key, "***") if key else text
         return text
 
 
 class AgentError(Exception):
-    """A program failed or returned an invalid result, and the text becomes the error of its sample."""
+    """Raised if a program failed or returned an invalid result. The message becomes the error of the sample."""
 
 
 class AgentProgram(abc.ABC):
-    """Starts one program for each task, with several programs at the same time."""
+    """Starts one program for each task. Several programs can run at the same time."""
 
     @abc.abstractmethod
     async def run(self, task: AgentTask) -> AgentResult:
         """Run the program until its end or its deadline, or until this call is cancelled.
 
         Raises:
-            AgentError: it failed, is too slow, or returned no result.
+            AgentError: the program failed, was too slow, or returned no result.
         """
 
     async def shutdown(self) -> None:  # noqa: B027  (optional hook)

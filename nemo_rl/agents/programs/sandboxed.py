@@ -1,7 +1,7 @@
-"""Programs that are processes in a sandbox, from which they reach the endpoint and nothing else.
+"""Run programs that are processes in a sandbox, from which they can reach only the endpoint.
 
-Invariant: such a program sees its task, its own files and the Python of the run; it has no other row, no variable of
-the run and no network but the endpoint's port.
+Invariant: such a program sees its task, its own files and the Python of the run. It sees no other row, no environment
+variable of the run, and no network except the endpoint's port.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from nemo_rl.utils.errors import ConfigError, SandboxError
 
 _HTTP_PORT = 80
 _KEYS = {End.MEMORY: "memory_mb", End.PROCESSES: "max_processes", End.SCRATCH: "scratch_mb", End.CPU_TIME: "timeout_s"}
-"""Keys of the limits that end a program."""
+"""Configuration keys of the limits that may end a program."""
 _ADVICE = (
     "Programs that reach only the endpoint need bubblewrap, or the right to make namespaces and to start the network "
     "in them (CAP_SYS_ADMIN and CAP_NET_ADMIN, or namespaces of users). Install bubblewrap, or set "
@@ -42,13 +42,13 @@ _ADVICE = (
 
 
 class SandboxedCommand(AgentProgram):
-    """A locked-up process for each task.
+    """Runs an isolated process for each task.
 
     Args:
         cfg: the section `env.agent`, with a command.
 
     Raises:
-        ConfigError: there is no such program, or this machine cannot lock it up.
+        ConfigError: there is no such program, or this machine does not support the sandbox.
     """
 
     def __init__(self, cfg: AgentEnvironmentConfig) -> None:
@@ -56,7 +56,7 @@ class SandboxedCommand(AgentProgram):
         self._cfg = cfg
         self._command = tuple(found_command(cfg.command))
         self._readable = (self._command[0], *_python_of_the_run(), *cfg.readable)
-        cpu_time_s = cfg.timeout_s * (os.cpu_count() or 1)  # the wall time is what limits it
+        cpu_time_s = cfg.timeout_s * (os.cpu_count() or 1)  # in effect, only the wall time is limited
         limits = limits_of(cfg, wall_time_s=cfg.timeout_s, cpu_time_s=cpu_time_s)
         try:
             self._sandbox = Sandbox(limits, cfg.sandbox, cfg.max_open_episodes)
@@ -84,7 +84,7 @@ class SandboxedCommand(AgentProgram):
         return self._result(task, outcome)
 
     async def shutdown(self) -> None:
-        """Wait for the programs that run, at most as long as their limits allow."""
+        """Wait for the running programs, at most as long as their limits allow."""
         await asyncio.to_thread(self._sandbox.close)
 
     def _result(self, task: AgentTask, outcome: ProgramOutcome) -> AgentResult:
@@ -99,9 +99,9 @@ class SandboxedCommand(AgentProgram):
 
 
 def _python_of_the_run() -> tuple[str, ...]:
-    """Return the Python and the folders of installed packages, with the virtual environment if there is one.
+    """Return the paths of the run's Python, its installed packages, and its virtual environment if there is one.
 
-    Scripts name the Python by the link of the virtual environment, which may lead to further links.
+    The first lines of scripts name Python by a link in the virtual environment, which may lead to further links.
     """
     if sys.prefix != sys.base_prefix:
         return (sys.prefix, sys.executable)
@@ -109,7 +109,7 @@ def _python_of_the_run() -> tuple[str, ...]:
 
 
 def _seen_inside(task: AgentTask) -> tuple[tuple[str, int], AgentTask]:
-    """Return the address of the endpoint, and the task with the address that the program has to use."""
+    """Return the address of the endpoint, and the task with the address that is valid inside the sandbox."""
     parts = urlsplit(task.base_url)
     host, port = parts.hostname or "127.0.0.1", parts.port or _HTTP_PORT
     return (host, port), replace(task, base_url=parts._replace(netloc=f"127.0.0.1:{port_inside(port)}").geturl())

@@ -1,6 +1,6 @@
-"""Programs that an HTTP service runs, which may be anywhere.
+"""Run programs through an HTTP service, which may be on any machine.
 
-Invariant: a request is cancelled at the deadline of its task; it is sent once (`posting`).
+Invariant: a request is cancelled at the deadline of its task, and a service runs each task only once.
 """
 
 import asyncio
@@ -12,22 +12,22 @@ from nemo_rl.agents.programs.interfaces import AgentError, AgentProgram, AgentRe
 from nemo_rl.utils.addresses import read_at_most
 
 SHOWN_CHARS = 200
-"""Characters of a response in errors."""
+"""Number of characters of a response that errors show."""
 _MAX_ATTEMPTS = 4
 _BACKOFF_S = 0.5
 _REFUSED = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
-"""Status codes of a service that has not run the program."""
+"""Status codes by which a service says that it has not run the program."""
 
 
 class _MayPassError(Exception):
-    """The same request may succeed later."""
+    """Raised if the same request may succeed later."""
 
 
 class TaskPoster:
     """Posts any number of tasks at the same time on one event loop.
 
     Args:
-        largest_response: bytes of a response that are read.
+        largest_response: largest number of bytes of a response that are read.
     """
 
     def __init__(self, largest_response: int) -> None:
@@ -35,18 +35,18 @@ class TaskPoster:
         self._client: httpx.AsyncClient | None = None
 
     async def post(self, task: AgentTask, url: str, body: bytes) -> bytes:
-        """Post a body until the service has served it, also if the service cannot be reached or refuses for now.
+        """Post a body, repeatedly if the service cannot be reached or refuses for the moment.
 
         Args:
-            task: its key is in no error.
+            task: task whose key is removed from errors.
             url: address of the service.
-            body: JSON.
+            body: JSON text.
 
         Returns:
             The content of the response with status 200.
 
         Raises:
-            AgentError: there is none.
+            AgentError: there is no such response.
         """
         for attempt in range(_MAX_ATTEMPTS):
             try:
@@ -63,8 +63,8 @@ class TaskPoster:
             await self._client.aclose()
 
     async def _posted(self, task: AgentTask, url: str, body: bytes) -> bytes:
-        if self._client is None:  # constructed here, in the event loop that uses it
-            # No connection is kept: the service may close it just when the next request is sent.
+        if self._client is None:  # constructed in the event loop that uses it
+            # Connections are not kept open, because the service may close one just when the next request is sent.
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
             self._client = httpx.AsyncClient(timeout=None, limits=limits, follow_redirects=False)
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
@@ -96,14 +96,14 @@ _LARGEST_RESPONSE = 2**20
 
 
 class ServiceProgram(AgentProgram):
-    """A service that gets each task in a request and answers when the program has ended."""
+    """A service that gets each task in a request, and answers when the program has ended."""
 
     def __init__(self, url: str) -> None:
         self._url = url
         self._poster = TaskPoster(_LARGEST_RESPONSE)
 
     async def run(self, task: AgentTask) -> AgentResult:
-        """See `AgentProgram.run`. It asks a service again that cannot be reached or refuses for the moment."""
+        """See `AgentProgram.run`. The request is repeated if the service cannot be reached or refuses for now."""
         try:
             body = json.dumps(task.as_json).encode()
         except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Re-exports data sets by name or path, whose rows are checked one by one."""
+"""Re-export the functions that load data sets by name or path. Each row is checked."""
 
 from nemo_rl.compat.public_names import public_names
 from nemo_rl.data.collate_fn import eval_collate_fn, rl_collate_fn

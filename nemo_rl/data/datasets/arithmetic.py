@@ -1,6 +1,6 @@
-"""Generate the built-in arithmetic data: problems, and problems with worked answers.
+"""Generate the built-in arithmetic data sets: problems with and without worked answers.
 
-Sums are the task of the quick starts; products are the task of a model with tools.
+The quick starts use sums, and the example of a model with tools uses products.
 """
 
 import math
@@ -27,9 +27,9 @@ class ArithmeticRows(Sequence[FormattedRow]):
 
     Args:
         operands: [num_samples, num_operands] int64.
-        task_name: Put into every row.
+        task_name: Task name of every row.
         sign: Sign between the operands.
-        result: Computes the answer from the operands, as Python integers.
+        result: Function that computes the answer from the operands, given as Python integers.
     """
 
     def __init__(
@@ -63,19 +63,19 @@ class ArithmeticRows(Sequence[FormattedRow]):
 
 
 class ArithmeticDataset(RawDataset):
-    """Sums of integers that the arguments alone determine, or other results of the operands in a subclass.
+    """Sums of integers, which the arguments alone determine. Subclasses may use other operations.
 
     No sum is repeated if the split has enough different sums (for up to two million possible sums;
     above that, repeats are rare).
 
     Args:
         split: "train" or "validation".
-        num_samples: Number of sums; None means 10,000 for training, 256 for validation.
+        num_samples: Number of sums, or None for 10,000 in training and 256 in validation.
         min_operand: Smallest operand.
         max_operand: Largest operand, inclusive.
-        num_operands: 2 or 3.
-        seed: Chooses and orders the sums.
-        task_name: Put into every row.
+        num_operands: Number of operands, 2 or 3.
+        seed: Seed of the choice and the order of the sums.
+        task_name: Task name of every row.
 
     Raises:
         ConfigError, DataError: An argument is out of range, or the split has no sum at all.
@@ -107,7 +107,7 @@ class ArithmeticDataset(RawDataset):
 
     @classmethod
     def of_entry(cls, config: DatasetConfig, role: str = TRAIN) -> Self:
-        """Make the sums for an entry of `data.train` or `data.validation`."""
+        """Make the sums for a configured data set of `data.train` or `data.validation`."""
         return cls(
             split=config.split or role,
             num_samples=config.num_samples,
@@ -122,7 +122,7 @@ class ArithmeticDataset(RawDataset):
 
         Args:
             test_size: Number of validation sums, or (below 1) their share of the training sums.
-            seed: Chooses the validation sums.
+            seed: Seed of the choice of validation sums.
         """
         if test_size:
             share = len(self.dataset) * test_size if test_size < 1 else test_size
@@ -140,7 +140,7 @@ class ArithmeticDataset(RawDataset):
 
 
 class ProductsDataset(ArithmeticDataset):
-    """Products of integers ("347*582="), with the arguments and the split of sums."""
+    """Products of integers ("347*582="). The arguments and the split are those of sums."""
 
     def _rows_of(self, operands: np.ndarray) -> ArithmeticRows:
         return ArithmeticRows(operands, self._task_name, "*", math.prod)
@@ -165,7 +165,7 @@ def _mix(values: np.ndarray) -> np.ndarray:
 def _draw_enumerated(
     rng: np.random.Generator, split: str, num_samples: int, limits: tuple[int, int, int]
 ) -> np.ndarray:
-    """Return all sums of the split in a random order, repeated as often as needed."""
+    """Return sums of the split in a random order. If there are too few, they are repeated."""
     low, high, num_operands = limits
     axes = np.meshgrid(*[np.arange(low, high + 1)] * num_operands, indexing="ij")
     sums = np.stack([axis.ravel() for axis in axes], axis=1)
@@ -220,14 +220,14 @@ class WorkedSumsDataset(RawDataset):
 
 
 class WorkedPairsDataset(WorkedSumsDataset):
-    """Sums with a right worked answer and a copy in which one result is wrong."""
+    """Sums, each with a right worked answer and a copy of this answer in which one result is wrong."""
 
     def _rows(self, sums: Sequence[FormattedRow], split: str) -> Sequence[FormattedRow]:
         return PairRows(sums, derive_seed(self._config.seed, "arithmetic_preference", split))
 
 
 class WorkedRows(Sequence[FormattedRow]):
-    """Rows of `arithmetic` whose answer is written out."""
+    """Rows of `ArithmeticRows` whose answers are worked out."""
 
     def __init__(self, sums: Sequence[FormattedRow]) -> None:
         self._sums = sums
@@ -243,7 +243,7 @@ class WorkedRows(Sequence[FormattedRow]):
 
 
 class PairRows(Sequence[FormattedRow]):
-    """Rows with `pair`: the right answer and the wrong one, as `preference_datasets` formats them."""
+    """Rows with a `pair` of a right and a wrong answer, in the form of `preference_datasets`."""
 
     def __init__(self, sums: Sequence[FormattedRow], seed: int) -> None:
         self._sums = sums
@@ -292,5 +292,5 @@ def steps_of(problem: str) -> list[list[int]]:
 
 
 def write_out(steps: Sequence[Sequence[int]]) -> str:
-    """Return the steps as text."""
+    """Return the steps of a worked answer as text."""
     return ";".join(f"{a}+{b}={c}" for a, b, c in steps)

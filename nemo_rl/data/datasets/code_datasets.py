@@ -1,7 +1,7 @@
-"""Read problems that are solved by a program: a question, and tests as the answer.
+"""Read problems that are solved by a program. The answer of a row consists of tests.
 
-The answer of a row, which becomes `ground_truth`, is the JSON text of its tests as the environment `code` reads it
-(`nemo_rl/kits/code/grading.py`). Prompts never show them, except where the data set does so itself.
+The answer, which becomes `ground_truth`, is a JSON text with the tests that the environment `code` reads
+(`nemo_rl/kits/code/grading.py`). Prompts never show the tests, unless the data set itself has them in its questions.
 """
 
 import ast
@@ -46,11 +46,11 @@ class _Programs(RawDataset):
 
 
 class CodeDataset(_Programs):
-    """Problems with tests of any kind: any file, and CodeContests.
+    """Problems with tests of any kind, from any file or from CodeContests.
 
     The column `tests` (or `output_key`) holds Python's `assert` statements as a text or a list of texts, pairs
-    `{"input": ..., "output": ...}` of standard input and output, or `{"inputs": [...], "outputs": [...]}`. Without it
-    the columns of CodeContests, `public_tests`, `private_tests` and `generated_tests`, are joined.
+    `{"input": ..., "output": ...}` of standard input and output, or `{"inputs": [...], "outputs": [...]}`. Without this
+    column, the tests of CodeContests are joined: `public_tests`, `private_tests` and `generated_tests`.
     """
 
     def columns(self) -> list[str]:
@@ -74,7 +74,7 @@ class CodeDataset(_Programs):
 
 
 class HumanEvalDataset(_Programs):
-    """HumanEval: the question is the beginning of a program, which defines the function's helpers too."""
+    """The data set HumanEval. The question is the beginning of a program, including the function's helpers."""
 
     def columns(self) -> list[str]:
         """Return the columns of the program, of its tests and of the function's name."""
@@ -88,7 +88,7 @@ class HumanEvalDataset(_Programs):
 
 
 class MBPPDataset(_Programs):
-    """MBPP, with the first test in the question, as usual, because it names the function, and other tests hidden."""
+    """The data set MBPP. As usual, the question shows the first test, which names the function, and no other test."""
 
     def columns(self) -> list[str]:
         """Return the columns of the question, of the tests and of the reference solution."""
@@ -110,7 +110,7 @@ class MBPPDataset(_Programs):
 
 
 def _messages(question: str, tests: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return question and tests."""
+    """Return the question and the tests as messages."""
     if "tests" in tests:
         codes, setup, names = tests["tests"], tests.get("setup", ""), tests.get("names", ())
         if not all(isinstance(one, str) for one in (*codes, setup, *names)):
@@ -121,7 +121,7 @@ def _messages(question: str, tests: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def _any_tests(given: Any) -> Mapping[str, Any]:
-    """Return tests in one of the forms that `CodeDataset` takes."""
+    """Return the tests, given in one of the forms that `CodeDataset` accepts."""
     if isinstance(given, str):
         try:
             given = json.loads(given)
@@ -149,9 +149,9 @@ def _output_tests(inputs: Any, outputs: Any) -> Mapping[str, Sequence[str]]:
 
 
 def _names_of_builtins(code: str) -> list[str]:
-    """Return the functions of a reference solution whose names Python itself has, such as `sum`."""
+    """Return the names of functions in a reference solution that are also names of built-ins, such as `sum`."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of escape sequences in the code
+        warnings.simplefilter("ignore")  # warnings about escape sequences in the code
         try:
             tree = ast.parse(code)
         except SyntaxError:
@@ -175,4 +175,4 @@ CODE_REGISTRY: dict[str, DatasetFactory] = {
     ),
     "CodeDataset": _named(CodeDataset, HubSource(None, "problem", "tests")),
 }
-"""Named data sets of problems that a program solves; `CodeDataset` reads any `data_path`."""
+"""Factories of named data sets of programming problems. `CodeDataset` reads any `data_path`."""

@@ -1,7 +1,7 @@
-"""Reads data sets of whole conversations, for supervised training.
+"""Read data sets of whole conversations for supervised training.
 
-`response_datasets` registers them. Invariant: a usable conversation ends with an assistant message; tool calls have
-OpenAI's form, with arguments as the row gives them (a mapping, or JSON text that is valid).
+`response_datasets` registers these data sets. Invariant: a usable conversation ends with an assistant message. Tool
+calls have OpenAI's form, and keep the arguments of the row (a mapping, or valid JSON text).
 """
 
 import math
@@ -25,16 +25,16 @@ from nemo_rl.utils.errors import DataError
 
 ASSISTANT = "assistant"
 _CALLS = ("tool_calls", "function_call")
-"""Keys of a message for the tools that it calls; the second is OpenAI's older one, for a single call."""
+"""Keys of a message for its tool calls. The second one is OpenAI's older key for a single call."""
 
 
 class MessagesDataset(RawDataset):
     """Rows with a list of messages.
 
     Args:
-        config: The entry of `data.train` or `data.validation`; `chat_key` names the column.
-        role: "train" or "validation": chooses the usual split.
-        source: The named data set; None for any file or hub id.
+        config: A data set of `data.train` or `data.validation`, whose `chat_key` names the column.
+        role: "train" or "validation", which determines the default split.
+        source: Location of a named data set, or None for any file or hub id.
 
     Raises:
         DataError: There is nothing to read, or it cannot be read.
@@ -58,7 +58,7 @@ class MessagesDataset(RawDataset):
         """Return the conversation of a raw row.
 
         Raises:
-            RowError: The row cannot be used; the message says why.
+            RowError: The row cannot be used. The message gives the reason.
         """
         return checked_messages(value_of(row, self.chat_key), self.chat_key)
 
@@ -66,8 +66,8 @@ class MessagesDataset(RawDataset):
 class OpenAIFormatDataset(MessagesDataset):
     """Conversations in OpenAI's format, with tool calls, tool answers and tool descriptions.
 
-    `system_key` names a column with a system message, `system_prompt` is the system message of rows
-    without one, `tool_key` names the column of tool descriptions (a list, or its JSON text).
+    `system_key` names a column with a system message, and `system_prompt` is the system message of rows without one.
+    `tool_key` names the column of tool descriptions, which are a list or its JSON text.
     """
 
     def __init__(self, config: DatasetConfig, role: str = TRAIN) -> None:
@@ -83,7 +83,7 @@ class OpenAIFormatDataset(MessagesDataset):
         return [key for key in (self.chat_key, self.config.system_key, self.tool_key) if key]
 
     def to_messages(self, row: Row) -> list[dict[str, Any]]:
-        """Return the conversation, its system message first."""
+        """Return the conversation, beginning with its system message."""
         tools_of(row, self.tool_key)
         messages = super().to_messages(row)
         system = self.config.system_prompt
@@ -95,7 +95,7 @@ class OpenAIFormatDataset(MessagesDataset):
 
 
 class ToolRows(FormattedRows):
-    """Formatted rows whose tool descriptions are under `tools`, as mappings."""
+    """Formatted rows that have their tool descriptions as mappings under the key `tools`."""
 
     def __init__(self, *args: Any, tool_key: str) -> None:
         super().__init__(*args)
@@ -107,7 +107,7 @@ class ToolRows(FormattedRows):
 
 
 class OpenAssistantDataset(MessagesDataset):
-    """OpenAssistant's conversation trees: from each tree the best-ranked path that ends with an answer."""
+    """OpenAssistant's conversation trees, of which each gives the best-ranked path that ends with an answer."""
 
     _ROLES = {"prompter": "user", "assistant": ASSISTANT}
 
@@ -116,7 +116,7 @@ class OpenAssistantDataset(MessagesDataset):
         return ["prompt"]
 
     def to_messages(self, row: Row) -> list[dict[str, Any]]:
-        """Follow the best reply of each message down the tree."""
+        """Follow the best-ranked reply of each message down the tree, and return the messages."""
         node = value_of(row, "prompt")
         messages: list[dict[str, Any]] = []
         while isinstance(node, Mapping):
@@ -157,12 +157,12 @@ def checked_messages(messages: Any, key: str) -> list[dict[str, Any]]:
 
 
 def message_list(messages: Any, key: str, known_roles: Collection[str] | None = ROLES) -> list[dict[str, Any]]:
-    """Return messages with a role from `known_roles` and text as content.
+    """Check that messages have a role from `known_roles` and text as content, and return them.
 
     Args:
         messages: A value of a row.
-        key: Its column, for messages.
-        known_roles: Roles that are allowed; None allows any text.
+        key: Column of the value, for errors.
+        known_roles: Roles that are allowed, or None to allow any text.
 
     Raises:
         RowError: A message has an unknown role or no text, or the messages are not a list.
@@ -205,7 +205,7 @@ def message_text(content: Any, number: int) -> str:
     """Return the text of a message, which may be given as a list of typed parts.
 
     Raises:
-        RowError: The content is neither, or one of the parts is not text.
+        RowError: The content is neither a text nor a list of parts, or one of the parts is not text.
     """
     what = f"the content of message {number}"
     if content is None:
@@ -236,12 +236,12 @@ def _without_nulls(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class PlainTextDataset(RawDataset):
-    """Rows with a text, all of whose tokens are trained on, without a chat template.
+    """Rows of plain text. All tokens are trained on, and no chat template is used.
 
     Args:
-        config: The entry of `data.train` or `data.validation`: `data_path` or `data_files`, `text_key` and
-            `characters_per_sample`.
-        role: "train" or "validation": chooses the usual split.
+        config: A data set of `data.train` or `data.validation`. Its keys `data_path` or `data_files`, `text_key` and
+            `characters_per_sample` are used.
+        role: "train" or "validation", which determines the default split.
 
     Raises:
         DataError: There is nothing to read, or it cannot be read.
@@ -266,11 +266,11 @@ class PlainTextDataset(RawDataset):
 
 
 class TextSamples(Sequence[FormattedRow]):
-    """Texts of several files one after another, each divided into samples.
+    """Samples of the texts of several files. Each text is divided into samples, which follow each other.
 
     Args:
         parts: The rows of each file; a row has its text under `PLAIN_TEXT`.
-        longest: Most characters of a sample; None: a text is one sample.
+        longest: Largest number of characters of a sample, or None if each text is one sample.
     """
 
     def __init__(self, parts: Sequence[FormattedRows], longest: int | None) -> None:
@@ -301,7 +301,7 @@ class TextSamples(Sequence[FormattedRow]):
 
 
 def _tables(patterns: list[str] | str) -> list[RowTable]:
-    """Read the files that patterns match, in the order of their names."""
+    """Read the files that match the patterns, in the order of the files' names."""
     tables = []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         found = sorted(glob(str(Path(pattern).expanduser()), recursive=True))

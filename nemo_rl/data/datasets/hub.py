@@ -1,4 +1,4 @@
-"""Finds and loads the raw rows of a named data set: from the hub, a mirror or a file.
+"""Find and load the raw rows of a named data set from the hub, a mirror or a file.
 
 Invariant: a name means the same columns for every source of the rows.
 """
@@ -28,23 +28,23 @@ class HubSource:
     """Location of a named data set and the names of its columns."""
 
     path: str | None
-    """Hub id."""
+    """Id of the data set on the hub."""
     input_key: str = "problem"
     """Column of the question."""
     output_key: str = "answer"
     """Column of the answer."""
     subsets: tuple[str | None, ...] = (None,)
-    """Hub configurations to join; None means the only one."""
+    """Names of the hub configurations to join. None stands for the only configuration."""
     split: str = "train"
     """Split used for training."""
     validation_split: str | None = None
-    """Split used when the data set is the validation set."""
+    """Split used if the data set is the validation set, or None for the one of training."""
     section: str | None = None
-    """Config section that names the data set, for messages; None means `data.<role>`."""
+    """Configuration section that names the data set, for messages, or None for `data.<role>`."""
 
 
 def load_table(config: DatasetConfig, role: str, source: HubSource) -> RowTable:
-    """Load the raw rows of an entry: from its file, a mirror or the hub.
+    """Load the raw rows of a configured data set from its file, a mirror or the hub.
 
     Raises:
         DataError: There is nothing to read, or it cannot be read.
@@ -80,7 +80,7 @@ def _load_hub(path: str, subset: str | None, split: str, section: str) -> "datas
             f"{type(error).__name__}: {error}{cause}. {hint}"
         )
 
-    with raised_as(unloadable):  # for a broken connection, what `datasets` raises is an error of an HTTP library
+    with raised_as(unloadable):  # `datasets` raises errors of an HTTP library for a broken connection
         if (folder / "dataset_dict.json").is_file():
             return datasets.load_from_disk(str(folder))[split]
         if (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file():
@@ -94,7 +94,7 @@ def _load_hub(path: str, subset: str | None, split: str, section: str) -> "datas
 
 
 def _download_files(builder: "datasets.DatasetBuilder") -> None:
-    """Download the files of a data set, all splits, to where `datasets` finds them, unless it is prepared."""
+    """Download the files of all splits to where `datasets` finds them, unless the data set is prepared already."""
     files = [file for split in (builder.config.data_files or {}).values() for file in split]
     if Path(builder.cache_dir).is_dir() or not all(str(file).startswith(_HUB) for file in files):
         return

@@ -1,7 +1,7 @@
-"""Reads rows of NeMo Gym, each with the first request of an agent and fields for the verifier.
+"""Read rows of NeMo Gym. Each row has the first request of an agent, and fields for the verifier.
 
-Chosen with `dataset_name: NemoGymDataset`. Invariant: the row reaches the agent as the file has it; the prompt that is
-made of it here is for lengths and logs.
+The data set is chosen with `dataset_name: NemoGymDataset`. Invariant: the agent gets the row unchanged. The prompt that
+is made from the row here is used only for lengths and logs.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,7 +27,7 @@ class NemoGymDataset(RawDataset):
     """Rows of NeMo Gym from a JSONL file.
 
     Args:
-        config: the entry of `data.train` or `data.validation`; `processor` has to be `nemo_gym_data_processor`.
+        config: a data set of `data.train` or `data.validation`, whose `processor` must be `nemo_gym_data_processor`.
         role: "train" or "validation".
 
     Raises:
@@ -45,7 +45,7 @@ class NemoGymDataset(RawDataset):
 
 
 class GymRows(FormattedRows):
-    """Formatted rows: `messages` and `tools` of the first request, and the whole row in `extra_env_info`."""
+    """Formatted rows with `messages` and `tools` of the first request, and the whole row in `extra_env_info`."""
 
     def __getitem__(self, position: Any) -> Any:
         row = self.table.rows[int(self.indices[position])]
@@ -61,7 +61,7 @@ def prompt_messages(row: Row) -> list[Message]:
     """Return the messages of a row's first request.
 
     Raises:
-        RowError: the row has no request or no agent, or something that only other models read, such as images.
+        RowError: the row has no request or no agent, or has content that only other models can read, such as images.
     """
     parameters, agent = (_object(row, key) for key in (_PARAMETERS, _AGENT))
     text_of(agent, "name")
@@ -83,7 +83,7 @@ def _object(row: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _joined(items: list[Mapping[str, Any]]) -> Iterator[Message]:
-    """Yield the messages of items, with consecutive calls in one message and without reasoning."""
+    """Yield the messages of items. Consecutive calls are joined to one message, and reasoning is left out."""
     calls: list[Message] = []
     for item in items:
         kind = item.get("type") or "message"
@@ -120,7 +120,7 @@ def _message(item: Mapping[str, Any], kind: str) -> Message:
 
 
 def _content(content: Any) -> str:
-    """Return a text, or the texts of a list of parts."""
+    """Return a text, or the joined texts of a list of parts."""
     if not isinstance(content, list):
         return plain_text(content, "the content of a message")
     for part in content:

@@ -1,4 +1,4 @@
-"""Reads data sets of preferred and rejected answers, and of single answers that are labelled good or bad."""
+"""Read data sets of preferred and rejected answers, and of single answers that are labelled good or bad."""
 
 import math
 import re
@@ -28,12 +28,12 @@ _SPEAKERS = {"Human": "user", "Assistant": ASSISTANT}
 
 
 class PairDataset(RawDataset):
-    """Pairs from a local file, a mirror or the hub, whose rows a subclass reads.
+    """Base class for pairs from a local file, a mirror or the hub. A subclass reads the rows.
 
     Args:
-        config: The entry of `data.train` or `data.validation`.
-        role: "train" or "validation": chooses the usual split.
-        source: The named data set; None for any file or hub id.
+        config: A data set of `data.train` or `data.validation`.
+        role: "train" or "validation", which determines the default split.
+        source: Location of a named data set, or None for any file or hub id.
 
     Raises:
         DataError: There is nothing to read, or it cannot be read.
@@ -56,7 +56,7 @@ class PairDataset(RawDataset):
         """Return the pair of a raw row.
 
         Raises:
-            RowError: The row cannot be used; the message says why.
+            RowError: The row cannot be used. The message gives the reason.
         """
         raise NotImplementedError
 
@@ -83,7 +83,7 @@ class PairDataset(RawDataset):
 class PreferenceDataset(PairDataset):
     """Rows `{context: messages, completions: [{rank, completion: messages}, ...]}`.
 
-    The best and the worst of several completions make the pair.
+    The pair consists of the best and the worst of the completions.
     """
 
     def columns(self) -> list[str]:
@@ -91,12 +91,12 @@ class PreferenceDataset(PairDataset):
         return ["context", "completions"]
 
     def to_pair(self, row: Row) -> Pair:
-        """Return the completions of lowest and highest rank."""
+        """Return the pair of the completions with the lowest and the highest rank."""
         return ranked_pair(row)
 
 
 class BinaryPreferenceDataset(PairDataset):
-    r"""Rows with a preferred and a rejected answer: `prompt_key`, `chosen_key`, `rejected_key`.
+    r"""Rows with a preferred and a rejected answer, in the columns `prompt_key`, `chosen_key` and `rejected_key`.
 
     The prompt is a text or a list of messages. Without a prompt column, chosen and rejected are whole
     conversations with the same beginning: lists of messages, or texts written as
@@ -123,9 +123,9 @@ class BinaryPreferenceDataset(PairDataset):
 
 
 class HelpSteer3Dataset(PairDataset):
-    """HelpSteer3: two responses, `overall_preference` below 0 for the first and above 0 for the second.
+    """The data set HelpSteer3. A negative `overall_preference` prefers the first response, a positive one the second.
 
-    If `margin_key` is `overall_preference`, its absolute value is the margin.
+    If `margin_key` is `overall_preference`, the absolute value of this column is the margin.
     """
 
     def columns(self) -> list[str]:
@@ -133,7 +133,7 @@ class HelpSteer3Dataset(PairDataset):
         return ["context", "response1", "response2", _PREFERENCE]
 
     def to_pair(self, row: Row) -> Pair:
-        """Make a pair of the response that the sign prefers and the other one."""
+        """Make a pair of the response that is preferred by the sign of `overall_preference`, and the other response."""
         preference = value_of(row, _PREFERENCE)
         if not _is_number(preference) or preference == 0:
             raise RowError("'overall_preference' prefers neither response")
@@ -143,12 +143,12 @@ class HelpSteer3Dataset(PairDataset):
         )
 
     def margin_of(self, row: Row, key: str) -> float:
-        """Return the number in a column, or the absolute value for `overall_preference`."""
+        """Return the number in a column. For `overall_preference`, return its absolute value."""
         return abs(row[_PREFERENCE]) if key == _PREFERENCE else super().margin_of(row, key)
 
 
 def _keys_of_completions(row: Row) -> list[str]:
-    """Return the keys of completions that nothing reads, as `completions.<key>`."""
+    """Return the unused keys of completions as `completions.<key>`."""
     completions = row.get("completions")
     listed = [each for each in completions if isinstance(each, Mapping)] if isinstance(completions, list) else []
     return [f"completions.{key}" for each in listed for key in each if key not in ("rank", "completion")]
@@ -177,7 +177,7 @@ def with_tools(pair: Pair, row: Row, key: str = "tools") -> Pair:
     """Add the tool descriptions of a row to its pair, if it has any.
 
     Raises:
-        RowError: They are not a list of objects.
+        RowError: The tool descriptions are not a list of objects.
     """
     tools = tools_of(row, key)
     return pair if tools is None else {**pair, "tools": tools}
@@ -220,13 +220,13 @@ def whole_conversation(value: Any, key: str) -> Messages:
     """Return a conversation that ends with an answer, from a list of messages or a text for `parse_transcript`.
 
     Raises:
-        RowError: The value is neither, or cannot be used.
+        RowError: The value is neither a list nor a text, or cannot be used.
     """
     return parse_transcript(value, key) if isinstance(value, str) else checked_messages(value, key)
 
 
 def _split_shared(chosen: Messages, rejected: Messages) -> Pair:
-    """Split two whole conversations into their shared beginning and the messages from the first other answer on."""
+    """Split two whole conversations into their common beginning and the rest, from the first different answer on."""
     pairs = zip(chosen, rejected, strict=False)
     shared = next((number for number, (one, other) in enumerate(pairs) if one != other), None)
     if shared is None:
@@ -241,10 +241,10 @@ def _split_shared(chosen: Messages, rejected: Messages) -> Pair:
 
 
 def prompt_messages(value: Any, key: str) -> Messages:
-    """Return the messages of a prompt: a text or a list of messages, which may end with any role.
+    """Return the messages of a prompt that is a text or a list of messages. The last message may have any role.
 
     Raises:
-        RowError: The value is neither.
+        RowError: The value is neither a text nor a list of messages.
     """
     if isinstance(value, str):
         return [{"role": "user", "content": text_of({key: value}, key)}]
@@ -254,7 +254,7 @@ def prompt_messages(value: Any, key: str) -> Messages:
 
 
 def pair_after(context: Messages, chosen: Messages, rejected: Messages) -> Pair:
-    """Make a pair of two answers to a prompt, or of two conversations that repeat it.
+    """Make a pair of two answers to a prompt, or of two conversations that begin with the prompt.
 
     Raises:
         RowError: The answers are the same, or an answer begins with another prompt.
@@ -267,10 +267,10 @@ def pair_after(context: Messages, chosen: Messages, rejected: Messages) -> Pair:
 
 
 def after_prompt(context: Messages, messages: Messages) -> int:
-    """Return the number of messages of a conversation that repeat a prompt, with others before it.
+    """Return the number of messages of a conversation up to the end of the prompt that it repeats.
 
     Raises:
-        RowError: The prompt is not followed by an assistant message in the conversation.
+        RowError: No assistant message follows the prompt in the conversation.
     """
     said, asked = ([(message["role"], message["content"]) for message in each] for each in (messages, context))
     for end in range(len(asked), len(said)):
@@ -280,10 +280,10 @@ def after_prompt(context: Messages, messages: Messages) -> int:
 
 
 def answer_messages(row: Row, key: str) -> Messages:
-    """Return the messages of an answer: a text or a list of messages.
+    """Return the messages of an answer that is a text or a list of messages.
 
     Raises:
-        RowError: The value is neither, or empty.
+        RowError: The value is neither a text nor a list of messages, or is empty.
     """
     value = value_of(row, key)
     if isinstance(value, list):
@@ -306,7 +306,7 @@ PAIRS = DatasetKind("BinaryPreferenceDataset", DATASET_REGISTRY, "pair", ranked_
 
 
 def load_preference_dataset(config: DatasetConfig | Mapping[str, Any], role: str = TRAIN) -> RawDataset:
-    """Load the data set of one config entry (see `DatasetKind.load`)."""
+    """Load a configured data set (see `DatasetKind.load`)."""
     return PAIRS.load(config, role)
 
 
@@ -315,13 +315,13 @@ BINARY_FEEDBACK = "BinaryFeedbackDataset"
 
 
 class BinaryFeedbackDataset(RawDataset):
-    """Rows with an answer and a label: `prompt_key`, `output_key` (completion) and `label_key`, true or false.
+    """Rows with a prompt (`prompt_key`), an answer (`output_key`) and a label (`label_key`, true or false).
 
     Prompt and answer are texts or lists of messages. Without a prompt column, `output_key` is a whole conversation
     that ends with the answer, as messages or in the format of hh-rlhf.
 
     Args:
-        config: The entry of `data.train` or `data.validation`.
+        config: A data set of `data.train` or `data.validation`.
         role: "train" or "validation".
 
     Raises:
@@ -357,7 +357,7 @@ class BinaryFeedbackDataset(RawDataset):
 
 
 class AnswersOfPairs(RowView):
-    """Each answer of a pair as a separate row: row 2i is the preferred answer of pair i, row 2i + 1 the other."""
+    """Each answer of a pair as a separate row. Row 2i is the preferred answer of pair i, row 2i + 1 the other one."""
 
     def __init__(self, pairs: Any) -> None:
         super().__init__(pairs, np.arange(2 * len(pairs)) // 2)
@@ -377,11 +377,11 @@ LABELLED = DatasetKind(BINARY_FEEDBACK, {BINARY_FEEDBACK: BinaryFeedbackDataset}
 
 
 def load_feedback_dataset(config: DatasetConfig, role: str = TRAIN) -> RawDataset:
-    """Load the data set of one config entry, and split it if the entry says so.
+    """Load a configured data set, and split it if the configuration says so.
 
     Args:
-        config: An entry of `data.train` or `data.validation`: labelled answers, or anything that
-            `load_preference_dataset` knows. Both answers of a pair are on the same side of a split.
+        config: A data set of `data.train` or `data.validation` with labelled answers, or with any pairs that
+            `load_preference_dataset` reads. Both answers of a pair are on the same side of a split.
         role: "train" or "validation".
 
     Raises:

@@ -1,4 +1,4 @@
-"""Turns each formatted row into a datum with token ids when it is read.
+"""Convert each formatted row to a datum with token ids when the row is read.
 
 Invariant: `dataset[i]` depends on the rows only, so any worker process and any resumed run gives the same datum.
 """
@@ -38,10 +38,10 @@ TOO_LONG = "longer than data.max_input_seq_length"
 _LENGTHS = ("length", "length_chosen", "length_rejected")
 
 CHECKED_ROWS = 50_000
-"""Most rows of which `MixedDataset.checksum` looks at the content."""
+"""Largest number of rows whose content `MixedDataset.checksum` reads."""
 
 ROW_LIMIT_S = 60.0
-"""Seconds for one row; a chat template or a processor may loop forever on unexpected input."""
+"""Time limit in seconds for one row. A chat template or a processor may loop forever on unexpected input."""
 
 TaskProcessors = TaskDataProcessFnCallable | Mapping[str, tuple[TaskDataSpec, TaskDataProcessFnCallable]]
 TaskPreprocessors = TaskDataPreProcessFnCallable | Mapping[str, TaskDataPreProcessFnCallable]
@@ -51,12 +51,12 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
     """Rows of one or several tasks, each with its processor.
 
     Args:
-        dataset: Rows with `[i]` and `len()`; with a mapping of processors each row has `task_name`.
-        tokenizer: Passed to the processors.
-        default_task_data_spec: Prompts of tasks without their own.
+        dataset: Rows with `[i]` and `len()`. With a mapping of processors, each row must have `task_name`.
+        tokenizer: Tokenizer that the processors get.
+        default_task_data_spec: Specification of tasks that have none of their own.
         task_data_processors: One processor for all rows, or (spec, processor) by task name.
-        task_data_preprocessors: Applied to a row before its processor: one, or by task name.
-        max_seq_length: Longest prompt in tokens; None means no limit.
+        task_data_preprocessors: Function that is applied to a row before its processor, or functions by task name.
+        max_seq_length: Largest number of tokens of a prompt, or None for no limit.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         self.task_data_preprocessors = task_data_preprocessors
         self.max_seq_length = max_seq_length
         self.stand_in: DatumSpec | None = None
-        """Datum without weight that replaces a row that cannot be processed, with the reason as `fault`; None raises
-        the error of such a row. `leave_out_unusable` sets it."""
+        """Datum with loss weight 0 that replaces a row that cannot be processed, with the reason as its `fault`. If it
+        is None, the error of such a row is raised. `leave_out_unusable` sets it."""
         if isinstance(task_data_processors, Mapping):
             for spec, _ in task_data_processors.values():
                 spec.copy_defaults(default_task_data_spec)
@@ -85,7 +85,7 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         return len(self.dataset)
 
     def __getitem__(self, idx: int) -> DatumSpec:
-        """Process row `idx`, or return the `stand_in`, if there is one, instead of raising.
+        """Process row `idx`. If this fails and there is a `stand_in`, return the `stand_in`.
 
         Raises:
             DataError: The row's task has no processor, or the row cannot be rendered.
@@ -99,11 +99,11 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         return datum
 
     def leave_out_unusable(self, num_tried: int, *, over_long: bool) -> list[BadRow]:
-        """Process the first rows now and leave out unusable ones, while `stand_in` replaces later unusable rows.
+        """Process the first rows now and leave out unusable ones. Later unusable rows are replaced by `stand_in`.
 
         Args:
             num_tried: Number of rows to process.
-            over_long: Whether to leave out rows above `max_seq_length`; else a warning counts them.
+            over_long: Whether to leave out rows above `max_seq_length`. If False, a warning says how many there are.
 
         Returns:
             The rows left out.
@@ -151,7 +151,7 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         return f"{TOO_LONG}={self.max_seq_length}"
 
     def length_that_keeps(self, share: float, num_tried: int) -> int | None:
-        """Return the token length that this share of the first usable rows does not exceed, or None without rows."""
+        """Return the length in tokens that a share of the first usable rows does not exceed, or None without rows."""
         lengths = []
         for idx in range(min(num_tried, len(self))):
             with suppress(DataError):
@@ -193,7 +193,7 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
 
 
 def _kind(value: Any) -> str:
-    """Return a text for a value that JSON cannot hold, the same in every process."""
+    """Return the name of a value's type in place of a value that JSON cannot represent."""
     return type(value).__qualname__
 
 
@@ -215,18 +215,18 @@ class RowsWithPlace(Protocol):
 
 
 class MixedDataset(Dataset[DatumSpec]):
-    """Several data sets one after another, as one data set with `idx` through all of them.
+    """Several data sets as one data set, in which they follow each other and `idx` counts the rows of all of them.
 
     Args:
         parts: The data sets, in order.
-        names: The name of the data set of each part, None for one without; empty: no names.
+        names: Name of the data set of each part, or None for a part without a name. An empty list stands for no names.
     """
 
     def __init__(self, parts: Sequence[RowsWithPlace], names: Sequence[str | None] = ()) -> None:
         self.parts = list(parts)
-        """As passed."""
+        """The data sets, as they were passed."""
         self.names = list(names) or [None] * len(self.parts)
-        """One for each part."""
+        """One name, or None, for each part."""
         self._ends = list(accumulate(len(part) for part in self.parts))
 
     def __len__(self) -> int:
@@ -247,8 +247,8 @@ class MixedDataset(Dataset[DatumSpec]):
     def checksum(self) -> str:
         """Return a checksum of the rows and their order, before they are processed.
 
-        Of more than `CHECKED_ROWS` rows as many count, at equal distances, the first and the last among them. Of data
-        sets that a program passes as objects only the number of rows counts.
+        If there are more than `CHECKED_ROWS` rows, only this many are read, at equal distances from the first to the
+        last. Of data sets that a program passes as objects, only the number of rows is included.
         """
         total = len(self)
         chosen = range(total) if total <= CHECKED_ROWS else np.linspace(0, total - 1, CHECKED_ROWS).astype(int).tolist()
@@ -262,7 +262,7 @@ class MixedDataset(Dataset[DatumSpec]):
 
     @property
     def rows_by_name(self) -> dict[str, range]:
-        """The rows of each named data set, whose parts are adjacent."""
+        """The indices of the rows of each named data set. The parts of a data set are adjacent."""
         found: dict[str, range] = {}
         for name, part, end in zip(self.names, self.parts, self._ends, strict=True):
             if name is not None:
@@ -275,10 +275,11 @@ class MixedDataset(Dataset[DatumSpec]):
         return self.names[bisect.bisect(self._ends, idx)]
 
     def first_rows(self, limit: int) -> "ChosenRows":
-        """Return the first rows of each part: as many of one as of another, and more where others are shorter.
+        """Return the first rows of each part, in equal numbers as far as the parts are long enough.
 
         Args:
-            limit: Rows of all parts; those that an equal division leaves over are of the longest part.
+            limit: Number of rows of all parts together. Rows that remain after an equal division come from longer
+                parts.
         """
         counts, left = [0] * len(self.parts), min(limit, len(self))
         ranked = sorted(range(len(self.parts)), key=lambda index: len(self.parts[index]))
@@ -301,18 +302,18 @@ class MixedDataset(Dataset[DatumSpec]):
 
 @dataclass(frozen=True)
 class ChosenRows(Dataset[DatumSpec]):
-    """Some rows of a data set, which keep their `idx`."""
+    """Some rows of a data set. They keep the `idx` that they have in this data set."""
 
     dataset: MixedDataset
     """The data set."""
     rows: Sequence[int]
-    """The rows, in order."""
+    """Indices of the rows, in order."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, position: int) -> DatumSpec:
-        """Process a row."""
+        """Process the row at a position."""
         return self.dataset[self.rows[position]]
 
     def place(self, idx: int) -> tuple[str, int]:

@@ -1,7 +1,7 @@
-"""Holds the formatted rows of one data set, before tokenisation.
+"""Hold the formatted rows of one data set before tokenisation.
 
-Invariant: a formatted row has `messages` (the last one is the answer) and `task_name`; rows are checked when the object
-is made and formatted when they are read.
+Invariant: a formatted row has `messages` (the last message is the answer) and `task_name`. Rows are checked when the
+object is constructed, and formatted when they are read.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class ArrowNulls:
-    """Removes added nulls from the rows of one table.
+    """Removes the nulls that Arrow has added to the rows of one table.
 
-    A null stays if its field is null in every row: then no other row can have caused it, so it was written on purpose
-    (`"default": null`).
+    A null stays if its field is null in every row. In this case no other row can have caused it, so that the file
+    itself has it (`"default": null`).
     """
 
     def __init__(self, rows: "datasets.Dataset") -> None:
@@ -36,7 +36,7 @@ class ArrowNulls:
         }
 
     def removed(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return the row without added nulls, and with unchanged columns if they have no structs and lists."""
+        """Return the row without added nulls. Columns that contain no structs or lists stay unchanged."""
         if not self._nested:
             return row
         return {key: _without(value, self._nested[key]) if key in self._nested else value for key, value in row.items()}
@@ -63,13 +63,13 @@ FormattedRow = dict[str, Any]
 
 _SCAN_ROWS = 1000
 IGNORED_COLUMNS = frozenset(("id", "idx", "index", "uuid", "source", "dataset"))
-"""Columns about the origin of a row, which are ignored without a report."""
+"""Columns that describe the origin of a row. They are ignored without a report."""
 _ODD_VALUE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""Errors that Python raises for values that no check covers."""
+"""Errors that Python raises for values for which there is no check."""
 
 
 class RawDataset:
-    """One data set, split or not.
+    """One data set, which may be split into training and validation rows.
 
     A user's own class needs `dataset`, a sequence of formatted rows, and may have `val_dataset`,
     `bad_rows` and `num_rows`.
@@ -78,21 +78,21 @@ class RawDataset:
     dataset: Sequence[FormattedRow]
     """Rows to train (or validate) on."""
     val_dataset: Sequence[FormattedRow] | None = None
-    """Rows set aside by `split_train_validation`, else None."""
+    """Rows that `split_train_validation` set aside for validation, or None."""
     bad_rows: list[BadRow]
-    """Rows left out, with their places."""
+    """Rows that were left out, with their places."""
     num_rows: int
-    """All rows read, bad ones included."""
+    """Number of all rows that were read, including bad ones."""
     first_columns: tuple[str, ...] = ()
     """Columns of the first raw row, for messages."""
     unused_columns: tuple[str, ...] = ()
-    """Columns of any row that the data set does not read, without `IGNORED_COLUMNS`."""
+    """Columns that any row has and the data set does not read, without `IGNORED_COLUMNS`."""
     data_config: DatasetConfig
-    """The entry of the configuration that it was loaded for."""
+    """The configuration of the data set."""
 
     @property
     def task_name(self) -> str | None:
-        """Environment that grades the answers, which is also the key of a mapping of processors."""
+        """Name of the environment that grades the answers. It is also the key in a mapping of processors."""
         return self.data_config.env_name
 
     @property
@@ -113,11 +113,11 @@ class RawDataset:
         self.unused_columns = tuple(sorted(set(rows.columns) - rows.columns_read - IGNORED_COLUMNS))
 
     def draw_rows(self, max_samples: int | None, seed: int) -> None:
-        """Keep at most this many of the usable rows, in the file's order.
+        """Keep at most `max_samples` of the usable rows, in the file's order.
 
         Args:
-            max_samples: None keeps all.
-            seed: Chooses the rows.
+            max_samples: Largest number of rows, or None to keep all rows.
+            seed: Seed of the choice of rows.
         """
         total = len(self.dataset)
         if max_samples is None or total <= max_samples:
@@ -126,11 +126,11 @@ class RawDataset:
         self.dataset = RowView(self.dataset, np.sort(order[:max_samples]))
 
     def split_train_validation(self, test_size: float, seed: int) -> None:
-        """Set rows aside for validation, chosen by `seed`, in the file's order for both parts.
+        """Set rows aside for validation, which are chosen at random. Both parts keep the file's order.
 
         Args:
-            test_size: A share of the rows (below 1), or a number of rows; 0 sets none aside.
-            seed: Chooses the rows.
+            test_size: Share of the rows (below 1) or number of rows to set aside. With 0, no rows are set aside.
+            seed: Seed of the choice of rows.
 
         Raises:
             DataError: No row would be left on one of the two sides.
@@ -151,15 +151,15 @@ class RawDataset:
 
 
 class FormattedRows(Sequence[FormattedRow]):
-    """The usable rows of a table, formatted when read.
+    """The usable rows of a table, which are formatted when they are read.
 
     Args:
         table: Raw rows with places.
-        columns: Columns that `format_row` reads; only these are checked.
-        format_row: Returns the messages of a raw row, or raises `RowError`.
-        task_name: Put into every row.
+        columns: Columns that `format_row` reads. Only these columns are checked.
+        format_row: Function that returns the messages of a raw row, or raises `RowError`.
+        task_name: Task name of every row.
         key: Key for the value that `format_row` returns.
-        keys_below: Returns names for keys inside the columns of a row that nothing reads.
+        keys_below: Function that returns the names of unused keys inside the columns of a row.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class FormattedRows(Sequence[FormattedRow]):
                 reason = f"cannot be read ({type(error).__name__}: {error})"
                 self.bad_rows.append(BadRow(table.name, table.lines[index], reason))
         self.indices = np.array(usable, dtype=np.int64)
-        """[rows] int64, indices of the usable rows."""
+        """[rows] int64, indices of the usable rows in the table."""
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -220,7 +220,7 @@ class RowView(Sequence[FormattedRow]):
     def __init__(self, rows: Sequence[FormattedRow], indices: np.ndarray) -> None:
         self.rows = rows
         self.indices = indices
-        """[rows] int64, indices into it."""
+        """[rows] int64, indices into the sequence."""
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -234,13 +234,13 @@ class RowView(Sequence[FormattedRow]):
 
 
 def row_place(rows: Sequence[FormattedRow], position: int) -> tuple[str, int]:
-    """Return the place of a row, which is its position if the row names no place."""
+    """Return the place of a row, or its position if the rows have no places."""
     place = getattr(rows, "place", None)
     return (type(rows).__name__, position) if place is None else place(position)
 
 
 def _scan(table: RowTable, columns: Sequence[str]) -> Iterator[tuple[int, Row | None]]:
-    """Yield every row with at least `columns`, or None for a row of a table that is not UTF-8."""
+    """Yield each row with at least the given columns, or None for a row that is not valid UTF-8."""
     rows = table.rows
     if not is_table(rows):
         yield from enumerate(rows)

@@ -1,7 +1,7 @@
-"""Loads the rows of a config entry: from built-in names, files, or user-defined classes.
+"""Load the rows of a configured data set from built-in names, files, or classes of the user.
 
-Each kind of rows (conversations, pairs, labelled answers) has one table of names. Invariant: every kind looks up names
-and splits rows in the same way.
+There is one table of names for each kind of rows (conversations, pairs, labelled answers). Invariant: every kind looks
+up names and splits rows in the same way.
 """
 
 import inspect
@@ -20,14 +20,14 @@ from nemo_rl.utils.errors import DataError, did_you_mean
 from nemo_rl.utils.imports import import_dotted
 
 DatasetFactory = Callable[[DatasetConfig, str], RawDataset]
-"""Entry of the config, "train" or "validation" -> the data set."""
+"""Function that makes a data set from its configuration and its role ("train" or "validation")."""
 
 
 def own_messages(row: Row) -> list[dict[str, Any]]:
     """Return the conversation of a row of a user's class.
 
     Raises:
-        RowError: The row has none.
+        RowError: The row has no conversation.
     """
     messages = value_of(row, "messages")
     if not isinstance(messages, list) or len(messages) < 2 or not all(isinstance(m, Mapping) for m in messages):
@@ -40,19 +40,19 @@ class DatasetKind:
     """Data sets whose rows have the same form."""
 
     usual: str
-    """Name of the data set that reads a `data_path` without a name."""
+    """Name of the data set that reads a `data_path` for which no name is given."""
     named: Mapping[str, DatasetFactory]
     """Factories by name."""
     key: str = "messages"
     """Key of the content in a formatted row."""
     own_row: Callable[[Row], Any] = own_messages
-    """Returns the content of a row of a user's class."""
+    """Function that returns the content of a row of a user's class."""
 
     def load(self, config: DatasetConfig | Mapping[str, Any], role: str = TRAIN) -> RawDataset:
-        """Load the data set of one config entry, and split it if the entry says so.
+        """Load a configured data set, and split it if the configuration says so.
 
         Args:
-            config: An entry of `data.train` or `data.validation`; a dict is checked and filled in.
+            config: A data set of `data.train` or `data.validation`. A dict is checked and completed with defaults.
             role: "train" or "validation".
 
         Raises:
@@ -82,10 +82,10 @@ class DatasetKind:
 
 
 class ExternalDataset(RawDataset):
-    """A user's class, named by its dotted path.
+    """Data of a user's class, which is named by its dotted path.
 
-    It is called with the keys of the entry that are set (`data_path`, `split`, `seed` ...) and must
-    have `dataset`, a sequence of rows with `messages`; `val_dataset` is optional: validation rows, used whether
+    The class is called with the configuration keys that are set (`data_path`, `split`, `seed` ...). An object must have
+    `dataset`, a sequence of rows with `messages`. It may have validation rows in `val_dataset`, which are used whether
     the class is named in `data.train`, in `data.validation` or in both.
     """
 
@@ -112,7 +112,7 @@ class ExternalDataset(RawDataset):
             self.num_rows += len(held_out)
 
     def split_train_validation(self, test_size: float, seed: int) -> None:
-        """Split the rows, unless the class did it already."""
+        """Split the rows, unless the class has split them already."""
         if not self.brings_validation:
             super().split_train_validation(test_size, seed)
 
@@ -123,12 +123,12 @@ class ExternalDataset(RawDataset):
 
 
 def _check_arguments(kind: Callable[..., Any], keys: Mapping[str, Any], name: str) -> None:
-    """Check that a user's class takes the keys of its entry, so that other errors it raises stay unchanged."""
+    """Check that a user's class accepts the keys of its configuration. Other errors of the class are not caught."""
     if not callable(kind):
         raise DataError(f"dataset_name {name!r} is a {type(kind).__name__}, not a class. Give the path of a class.")
     try:
         signature = inspect.signature(kind)
-    except ValueError:  # raised for types that are written in C
+    except ValueError:  # raised for types that are implemented in C
         return
     try:
         signature.bind(**keys)
@@ -140,9 +140,10 @@ def _check_arguments(kind: Callable[..., Any], keys: Mapping[str, Any], name: st
 
 
 def held_out_rows(raw: RawDataset, config: DatasetConfig, validation: Iterable[DatasetConfig]) -> Any:
-    """Return the rows of a training entry that are used for validation, or None.
+    """Return the rows of a training data set that are used for validation, or None.
 
-    A class that has such rows and is also named in `data.validation` provides them there, once.
+    If a class with validation rows is also named in `data.validation`, the function returns None, because that data set
+    provides the rows.
     """
     brings = isinstance(raw, ExternalDataset) and raw.brings_validation
     named = brings and any(entry.dataset_name == config.dataset_name for entry in validation)

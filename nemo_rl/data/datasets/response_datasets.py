@@ -1,7 +1,7 @@
-"""Reads data sets of questions and answers, by name.
+"""Read data sets of questions and answers by name.
 
-Invariant: a name means the same columns for every source: the hub, a mirror (`data_path`) or a file. To add a data set,
-add one line to `DATASET_REGISTRY`, or a class with one hook.
+Invariant: a name means the same columns for every source (the hub, a mirror in `data_path`, or a file). A new data set
+needs one line in `DATASET_REGISTRY`, or a class with one method.
 """
 
 import re
@@ -32,16 +32,17 @@ from nemo_rl.utils.seed import derive_seed
 
 DEFAULT_NUM_SAMPLES = {TRAIN: 1_000_000, VALIDATION: 256}
 _DROPPED_BITS = 33
-"""Seeds keep 31 bits, since simulators may refuse larger ones; the last bit is that of the split."""
+"""Number of bits that are dropped to get seeds of 31 bits, as simulators may refuse larger ones. The last bit is the
+split."""
 
 
 class EpisodeRows(Sequence[FormattedRow]):
-    """Seeds as formatted rows: `messages` (none), `extra_env_info` with `seed` and `split`, `task_name`.
+    """Seeds as formatted rows, with empty `messages`, `extra_env_info` with `seed` and `split`, and `task_name`.
 
     Args:
         split: "train" or "validation".
-        seed: chooses the seeds.
-        task_name: put into every row.
+        seed: seed from which the rows' seeds are derived.
+        task_name: task name of every row.
     """
 
     def __init__(self, split: str, num_samples: int, seed: int, task_name: str | None) -> None:
@@ -64,7 +65,8 @@ class EpisodesDataset(RawDataset):
     """Seeds of episodes, from which the environment makes the prompts.
 
     Args:
-        config: `num_samples`, `seed` and `split` are used; `processor` has to be `episode_data_processor`.
+        config: configuration, whose `num_samples`, `seed` and `split` are used. `processor` must be
+            `episode_data_processor`.
         role: "train" or "validation".
 
     Raises:
@@ -90,8 +92,8 @@ class EpisodesDataset(RawDataset):
         """Add episodes of validation without changing the training episodes.
 
         Args:
-            test_size: number of episodes, or (below 1) their share of those of training.
-            seed: chooses the episodes.
+            test_size: number of validation episodes, or (below 1) their share of the training episodes.
+            seed: seed of the choice of episodes.
         """
         if test_size:
             share = len(self.dataset) * test_size if test_size < 1 else test_size
@@ -102,12 +104,11 @@ class ResponseDataset(RawDataset):
     """Questions and answers from a local file, a mirror or the hub.
 
     Args:
-        config: The entry of `data.train` or `data.validation`. `data_path` is a file, a folder
-            (a copy of the hub repository, or one saved with `save_to_disk`) or a hub id.
-            `input_key` and `output_key` override the columns. `split` and `subset` do not apply
-            to single files.
-        role: "train" or "validation": chooses the usual split.
-        source: The named data set; None for any file or hub id.
+        config: A data set of `data.train` or `data.validation`. `data_path` is a file, a folder (a copy of the hub
+            repository, or one saved with `save_to_disk`) or a hub id. `input_key` and `output_key` override the
+            columns. `split` and `subset` do not apply to single files.
+        role: "train" or "validation", which determines the default split.
+        source: Location of a named data set, or None for any file or hub id.
 
     Raises:
         DataError: There is nothing to read, or it cannot be read.
@@ -128,7 +129,7 @@ class ResponseDataset(RawDataset):
         """Return the conversation of a raw row, with the answer as the last message.
 
         Raises:
-            RowError: The row cannot be used; the message says why.
+            RowError: The row cannot be used. The message gives the reason.
         """
         return [
             {"role": "user", "content": text_of(row, self.input_key)},
@@ -139,12 +140,12 @@ class ResponseDataset(RawDataset):
 class PromptDataset(RawDataset):
     """Prompts from a local file, a mirror or the hub, with or without a known answer.
 
-    A row has a text or a list of messages in `input_key` (null: `prompt`), or a list in the column `messages`. A column
-    `output_key` (null: `answer`), if a row has one, is the known answer.
+    A row has a text or a list of messages in the column `input_key` (default: `prompt`), or a list in the column
+    `messages`. If it has a column `output_key` (default: `answer`), this is the known answer.
 
     Args:
-        config: The entry of `data.train` or `data.validation`.
-        role: "train" or "validation": chooses the usual split.
+        config: A data set of `data.train` or `data.validation`.
+        role: "train" or "validation", which determines the default split.
 
     Raises:
         DataError: There is nothing to read, or it cannot be read.
@@ -158,10 +159,10 @@ class PromptDataset(RawDataset):
         self.take_rows(table, FormattedRows(table, columns, self.to_messages, config.env_name))
 
     def to_messages(self, row: Row) -> list[dict[str, Any]]:
-        """Return the prompt of a raw row, and the known answer (an empty text if there is none) as the last message.
+        """Return the prompt of a raw row, with the known answer (an empty text if there is none) as the last message.
 
         Raises:
-            RowError: The row cannot be used; the message says why.
+            RowError: The row cannot be used. The message gives the reason.
         """
         key = "messages" if self._input_key not in row and "messages" in row else self._input_key
         if isinstance(value_of(row, key), list):
@@ -174,7 +175,7 @@ class PromptDataset(RawDataset):
 
 
 class GSM8KDataset(ResponseDataset):
-    """GSM8K: the answer is the number after `####`, without thousands separators."""
+    """The data set GSM8K. The answer is the number after `####`, without thousands separators."""
 
     _FINAL = re.compile(r"####\s*(\S.*?)\s*$")
 
@@ -188,7 +189,7 @@ class GSM8KDataset(ResponseDataset):
 
 
 class DAPOMathDataset(ResponseDataset):
-    """DAPO-Math: the question is the messages of `prompt`, the answer is nested."""
+    """The data set DAPO-Math. The question is the messages in `prompt`, and the answer is in a nested column."""
 
     def columns(self) -> list[str]:
         """Return the two nested columns."""
@@ -204,7 +205,7 @@ class DAPOMathDataset(ResponseDataset):
 
 
 class SquadDataset(ResponseDataset):
-    """SQuAD: the context is the system message, the first answer text is the answer."""
+    """The data set SQuAD. The context is the system message, and the text of the first answer is the answer."""
 
     def columns(self) -> list[str]:
         """Return the columns of context, question and answers."""
@@ -272,5 +273,5 @@ RESPONSES = DatasetKind("ResponseDataset", DATASET_REGISTRY)
 
 
 def load_response_dataset(config: DatasetConfig | Mapping[str, Any], role: str = TRAIN) -> RawDataset:
-    """Load the data set of one config entry (see `DatasetKind.load`)."""
+    """Load a configured data set (see `DatasetKind.load`)."""
     return RESPONSES.load(config, role)

@@ -1,8 +1,9 @@
-"""Loads prompts, conversations or pairs of answers for training and validation, as `data` of the config names them.
+"""Load the prompts, conversations or pairs of answers that the section `data` names for training and validation.
 
-Runs before Ray starts. Invariant: every row is either usable or reported with its place. Errors that need no model
-(unknown names, missing files, bad rows, prompt files and chat templates that do not fit) are raised here, for the rows
-of each data set that are rendered at the start; later rows are reported when they are drawn and are not trained on.
+This code runs before Ray starts. Invariant: every row is either usable or reported with its place. Errors that can be
+found without a model are raised here (unknown names, missing files, bad rows, prompt files and chat templates that do
+not fit). Only the first rows of each data set are rendered at the start. Later unusable rows are reported when they are
+drawn, and are not trained on.
 """
 
 import json
@@ -36,11 +37,11 @@ from nemo_rl.utils.errors import DataError
 def leave_out_long_outputs(
     rows: Sequence[FormattedRow], output_bytes: int | None
 ) -> tuple[Sequence[FormattedRow], list[BadRow]]:
-    """Leave out rows whose tests expect more output than the environment lets a program write.
+    """Leave out rows whose tests expect more output than the environment allows a program to write.
 
     Args:
-        rows: Formatted rows; the last message has the tests as JSON.
-        output_bytes: Most bytes of output; None: the environment runs no programs.
+        rows: Formatted rows, whose last message has the tests as JSON.
+        output_bytes: Largest number of bytes of output, or None if the environment runs no programs.
 
     Returns:
         The rows to use, and the rows left out.
@@ -59,15 +60,15 @@ def leave_out_long_outputs(
 
 
 def _longest_output(row: FormattedRow, limit: int) -> int:
-    """Return the bytes of the longest expected output of a row, or 0 if no output is above the limit."""
+    """Return the length in bytes of the longest expected output, or 0 if the row is too short to exceed the limit."""
     text = row["messages"][-1]["content"]
-    if not isinstance(text, str) or len(text) <= limit // 2:  # an escape of JSON has more characters than its byte
+    if not isinstance(text, str) or len(text) <= limit // 2:  # an escape in JSON has more characters than its byte
         return 0
     try:
         tests = json.loads(text)
         outputs = tests.get("outputs") or ()
         return max((len(one.rstrip().encode(errors="surrogatepass")) for one in outputs), default=0)
-    except (AttributeError, TypeError, ValueError):  # another kind of answer
+    except (AttributeError, TypeError, ValueError):  # the answer is no tests
         return 0
 
 
@@ -77,7 +78,7 @@ TRIED_ROWS = 100
 """Number of prompts of each data set that are rendered at the start."""
 
 CHECKED_ROWS = 2000
-"""Number of conversations of each data set that are rendered at the start; too long ones are not trained on."""
+"""Number of conversations of each data set that are rendered at the start. Too long ones are not trained on."""
 
 _KEPT_SHARE = 0.9
 
@@ -87,22 +88,22 @@ type Processor = Callable[..., Any]
 
 @dataclass(frozen=True)
 class RunData:
-    """Training and validation rows of a run, as the functions of this file return them."""
+    """Training and validation rows of a run. The functions of this file return them."""
 
     train: MixedDataset
-    """Training rows; those that the configuration names have the names of their entries."""
+    """Training rows. Rows of data sets that the configuration names have these names."""
     validation: MixedDataset | None
-    """Validation rows without a name, or None."""
+    """Validation rows of data sets without a name, or None."""
     bad_rows: list[BadRow]
-    """Rows left out of any of the data sets, with their places."""
+    """Rows that were left out of any of the data sets, with their places."""
     named_validation: Mapping[str, MixedDataset] = field(default_factory=dict)
-    """Validation rows by the name of their entry."""
+    """Validation rows by the name of their data set."""
     task_env: Mapping[str, str] = field(default_factory=dict)
-    """Environment by task name; a task is named after its environment."""
+    """Name of the environment by task name. A task has the name of its environment."""
 
     @property
     def all_validation(self) -> MixedDataset | None:
-        """All validation rows, including `named_validation` with its names, or None if there are none."""
+        """All validation rows, including those of `named_validation` with their names, or None if there are none."""
         parts = [] if self.validation is None else list(zip(self.validation.parts, self.validation.names, strict=True))
         parts += [(part, name) for name, rows in self.named_validation.items() for part in rows.parts]
         return MixedDataset([part for part, _ in parts], [name for _, name in parts]) if parts else None
@@ -116,16 +117,16 @@ def setup_response_data(
 ) -> RunData:
     """Load, check and combine all data sets of prompts.
 
-    Validation is the rows set aside from training data (`split_validation_size`) followed by the
-    entries of `data.validation`.
+    The validation rows are those set aside from training data (`split_validation_size`), followed by those of
+    `data.validation`.
 
     Args:
-        tokenizer: Renders and tokenises prompts.
-        environments: `env` of the config, or its names. None when answers are not graded.
-        tools: Function schemas that the prompts of an environment offer, by its name.
+        tokenizer: Tokenizer that renders and tokenises prompts.
+        environments: Section `env` or its names, or None if answers are not graded.
+        tools: Function schemas that prompts offer, by the name of the environment.
 
     Raises:
-        ConfigError, DataError: Any of the problems named at the top of this file.
+        ConfigError, DataError: See the beginning of this file.
     """
     sections = environments if isinstance(environments, Mapping) else {}
     for entry, role in _entries(data_config):
@@ -148,38 +149,38 @@ def setup_response_data(
 
 
 def setup_sft_data(tokenizer: TokenizerType, data_config: SupervisedDataConfig) -> RunData:
-    """Load, check and combine all data sets of conversations as `setup_response_data` does, without environments."""
+    """Load, check and combine all data sets of conversations, as `setup_response_data` does, without environments."""
     return _setup_supervised(tokenizer, data_config, load_response_dataset, sft_processor)
 
 
 def setup_preference_data(tokenizer: TokenizerType, data_config: SupervisedDataConfig) -> RunData:
-    """Load, check and combine all data sets of pairs as `setup_sft_data` does."""
+    """Load, check and combine all data sets of pairs, as `setup_sft_data` does."""
     return _setup_supervised(tokenizer, data_config, load_preference_dataset, preference_preprocessor)
 
 
 def setup_feedback_data(tokenizer: TokenizerType, data_config: SupervisedDataConfig) -> RunData:
-    """Load, check and combine all data sets of labelled answers and pairs as `setup_sft_data` does."""
+    """Load, check and combine all data sets of labelled answers and pairs, as `setup_sft_data` does."""
     return _setup_supervised(tokenizer, data_config, load_feedback_dataset, feedback_processor)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """The functions that turn one entry of the config into rows of tokens."""
+    """The functions and limits with which a configured data set is turned into rows of tokens."""
 
     load: Loader
-    """Reads the rows."""
+    """Function that reads the rows."""
     process: Processor
-    """Turns a row into tokens."""
+    """Function that turns a row into tokens."""
     num_tried: int
-    """Number of rows that are rendered now."""
+    """Number of rows that are rendered at the start."""
     over_long: bool
     """Whether a row that is too long counts as a bad row."""
     stop_strings: list[str] | None = None
-    """Texts that end the answers to its prompts."""
+    """Stop strings of the answers to its prompts."""
     tools: Sequence[Mapping[str, Any]] = ()
     """Function schemas that its prompts offer."""
     output_bytes: int | None = None
-    """Most bytes that a program may write, if its environment runs programs."""
+    """Largest number of bytes that a program may write, or None if its environment runs no programs."""
     keeps_rows: bool = False
     """Whether its environment gets the columns of each row."""
 
@@ -187,7 +188,7 @@ class _Part:
 def _setup_supervised(
     tokenizer: TokenizerType, data_config: SupervisedDataConfig, load: Loader, usual: Processor
 ) -> RunData:
-    """Set up supervised data, where `sft_processor` means `usual` and a user's processor adds its own texts."""
+    """Set up supervised data. The processor `sft_processor` stands for `usual`."""
     parts = []
     for entry, _ in _entries(data_config):
         process: Processor = get_processor(entry.processor)
@@ -264,7 +265,7 @@ def _setup(tokenizer: TokenizerType, data_config: DataConfig, parts: list[_Part]
 
 
 def _length_advice(bad: Sequence[BadRow], rows: Any, tokenizer: TokenizerType, spec: TaskDataSpec, part: _Part) -> str:
-    """Name the key that limits the length and the length that keeps 90 % of the rows, if rows are too long."""
+    """Return advice on the length limit if rows are too long: its key, and the length that keeps 90 % of the rows."""
     if not any(row.reason.startswith(TOO_LONG) for row in bad):
         return ""
     unlimited = AllTaskProcessedDataset(rows, tokenizer, spec, part.process)

@@ -1,6 +1,7 @@
-"""Prepares data sets that a program passes in place of the configured data sets.
+"""Prepare data sets that a program passes in place of the configured ones.
 
-Invariant: they pass the same early checks as configured ones, so unusable data is found before Ray starts.
+Invariant: these data sets pass the same early checks as configured ones, so that unusable data is found before Ray
+starts.
 """
 
 import copy
@@ -16,14 +17,14 @@ from nemo_rl.data.datasets.setup import CHECKED_ROWS, TRIED_ROWS, RunData
 from nemo_rl.utils.errors import DataError
 
 UNNAMED = "default"
-"""Name of the validation rows that are reported as `validation/`, if data sets are passed by name."""
+"""Name of the validation rows that are reported as `validation/` if a program passes data sets by name."""
 
 
 class GivenRows(Dataset[Any]):
     """Data of a program's own class, as a part of a `MixedDataset`.
 
     Args:
-        rows: Data with `len()` and `[i]`, each row what a processor returns.
+        rows: Data with `len()` and `[i]`. Each item is a datum, as a processor returns it.
 
     Raises:
         DataError: The data has no length or no index.
@@ -44,21 +45,22 @@ class GivenRows(Dataset[Any]):
         return dict(self.rows[idx])
 
     def place(self, idx: int) -> tuple[str, int]:
-        """Return the type of the data set and the number of a row."""
+        """Return the type of the data set and the index of a row."""
         return type(self.rows).__name__, idx
 
 
 def given_data(dataset: Any, val_dataset: Any, config: DataConfig, *, sampled: bool) -> RunData:
-    """Make the data of a run from the data sets of a program.
+    """Make the data of a run from the data sets that a program passes.
 
     Args:
         dataset: Training rows: an `AllTaskProcessedDataset`, data of another run, or anything with `len()` and `[i]`.
-        val_dataset: Validation rows of the same kinds, or by name; None for no validation.
-        config: `data` of the configuration; `train` and `validation` in it are ignored.
-        sampled: Rows are prompts, which name their environment as `task_name`; else they are trained on as they are.
+        val_dataset: Validation rows of the same kinds, a mapping from names to them, or None for no validation.
+        config: Section `data` of the configuration. Its keys `train` and `validation` are ignored.
+        sampled: Whether rows are prompts, which name their environment as `task_name`. If False, they are trained on
+            directly.
 
     Raises:
-        DataError: A data set is of another kind, too many of its first rows cannot be used, or they name no task.
+        DataError: A data set is of another kind, or too many of its first rows cannot be used or name no task.
     """
     if isinstance(dataset, Mapping):
         raise DataError(
@@ -74,12 +76,12 @@ def given_data(dataset: Any, val_dataset: Any, config: DataConfig, *, sampled: b
 
 
 def checked_rows(dataset: Any, max_bad_row_share: float, sampled: bool, bad_rows: list[BadRow]) -> MixedDataset:
-    """Check the first rows of a program's data set and return it, with the arguments and errors of `given_data`.
+    """Check the first rows of a program's data set, and return it. The function raises the errors of `given_data`.
 
     Args:
-        max_bad_row_share: See the key of `data`.
-        sampled: Rows are prompts.
-        bad_rows: Rows that are left out are appended here.
+        max_bad_row_share: See `data.max_bad_row_share`.
+        sampled: Whether rows are prompts.
+        bad_rows: List to which rows that are left out are appended.
     """
     if isinstance(dataset, MixedDataset):
         return dataset
@@ -93,7 +95,7 @@ def checked_rows(dataset: Any, max_bad_row_share: float, sampled: bool, bad_rows
 
 
 def _tasks(rows: MixedDataset) -> set[str]:
-    """Return the tasks of the first rows."""
+    """Return the names of the tasks of the first rows."""
     tasks = {rows[idx].get("task_name") for idx in range(min(TRIED_ROWS, len(rows)))}
     if None in tasks:
         raise DataError(

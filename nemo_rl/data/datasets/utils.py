@@ -1,4 +1,4 @@
-"""Merges data sets and fills in config entries, under NeMo RL's names."""
+"""Merge data sets and complete configurations of data sets, under NeMo RL's names."""
 
 from collections.abc import Mapping, MutableMapping
 from typing import Any
@@ -10,16 +10,17 @@ from nemo_rl.utils.errors import DataError
 
 
 def merge_datasets(datasets_: list[Any]) -> Any:
-    """Join several data sets, one after another.
+    """Concatenate several data sets.
 
     Args:
         datasets_: Hugging Face data sets, or anything with `len()` and `[i]`.
 
     Returns:
-        A Hugging Face data set if all are, else an object with `len()` and `[i]`; a single one as it is.
+        A Hugging Face data set if all data sets are such, or else an object with `len()` and `[i]`. A single data set
+        is returned unchanged.
 
     Raises:
-        DataError: No data set is given, or Hugging Face data sets differ in their columns' types.
+        DataError: No data set is given, or the column types of Hugging Face data sets differ.
     """
     if not datasets_:
         raise DataError("merge_datasets needs at least one data set, got none.")
@@ -38,7 +39,7 @@ def merge_datasets(datasets_: list[Any]) -> Any:
 def update_single_dataset_config(
     data_config: MutableMapping[str, Any], default_data_config: Mapping[str, Any] | None
 ) -> None:
-    """Fill an entry of `data.train` or `data.validation` with missing values from `data.default`, in place."""
+    """Complete a data set of `data.train` or `data.validation` with values from `data.default`, in place."""
     for key, value in (default_data_config or {}).items():
         if key not in data_config:
             data_config[key] = value

@@ -1,1 +1,1 @@
-"""Messages of a conversation: their content, rendering by chat templates, spans of turns, control tokens."""
+"""Handle messages of conversations: their content, rendering by chat templates, spans of turns, and control tokens."""

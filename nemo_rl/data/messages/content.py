@@ -1,6 +1,6 @@
-"""Reads the content of a message: a text, or a list of typed parts.
+"""Read the content of a message, which is a text or a list of typed parts.
 
-Invariant: all code reads the text of a content with `content_text`, which refuses parts that are not text.
+Invariant: all code uses `content_text` to read the text of a content. It refuses parts that are not text.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,18 +12,18 @@ from nemo_rl.config.schema.algorithms.evaluation import EvalDataConfig
 from nemo_rl.utils.errors import DataError
 
 TOOL_ROLES = frozenset(("environment", "function", "ipython", "tool"))
-"""Roles whose texts come from programs, which may pass on text from elsewhere."""
+"""Roles whose texts come from programs. These programs may pass on texts from other sources."""
 
 
 @dataclass(frozen=True)
 class TextRules:
-    """Rules on which texts are encoded as ordinary text even if they contain control tokens such as `<|im_end|>`."""
+    """Rules on which texts are encoded as ordinary text, even if they contain control tokens such as `<|im_end|>`."""
 
     rows: bool = False
-    """Whether this holds for texts in rows of data; control tokens that the vocabulary does not mark as special, such
-    as `<think>` in Qwen's, stay tokens."""
+    """Whether texts in rows of data are encoded as ordinary text. Control tokens that the vocabulary does not mark as
+    special, such as Qwen's `<think>`, are still encoded as tokens."""
     tools: bool = True
-    """Whether this holds for texts of environments, and of the roles of `TOOL_ROLES` in rows."""
+    """Whether texts of environments, and texts of `TOOL_ROLES` in rows, are encoded as ordinary text."""
 
 
 def text_rules(data: DataConfig | EvalDataConfig) -> TextRules:
@@ -41,7 +41,8 @@ class TextPart(TypedDict):
 class ImagePart(TypedDict):
     """A part of a message that is an image.
 
-    The library's processors refuse it; your own processor can turn it into an input of the row (`data.model_rows`).
+    The library's processors refuse such parts. A user's processor can convert them to inputs of the row
+    (`data.model_rows`).
     """
 
     type: Literal["image"]
@@ -52,10 +53,10 @@ type Content = str | list[TextPart | ImagePart]
 
 
 def content_text(content: Any, what: str = "the content of a message") -> str:
-    """Return the text of a content, its parts joined.
+    """Return the text of a content. The texts of its parts are joined.
 
     Args:
-        what: The content's name in errors.
+        what: Name of the content, for errors.
 
     Raises:
         DataError: The content is neither a text nor a list of parts, or a part is not text.
@@ -83,7 +84,7 @@ def _kind(part: Any) -> str:
 
 
 def with_texts(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with lists of parts joined to texts, for chat templates that accept only text.
+    """Return the messages with each list of parts joined to one text, for chat templates that accept only text.
 
     Raises:
         DataError: A part is not text.
@@ -97,9 +98,10 @@ def with_texts(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def texts_between(text: str, opening: str, closing: str) -> list[str]:
-    """Return each text between an opening and the next closing text.
+    """Return each text between an opening text and the next closing text.
 
-    It finds what `re.findall` of `opening(.*?)closing` would, which takes quadratic time if closing texts are missing.
+    The result is that of `re.findall` with `opening(.*?)closing`, which takes quadratic time if closing texts are
+    missing.
     """
     found = []
     start = text.find(opening)

@@ -1,15 +1,16 @@
-"""Finds control tokens in texts that must not have any, and encodes them as ordinary text.
+"""Find control tokens in texts that must not contain any, and encode them as ordinary text.
 
-A tokenizer reads `<|im_end|>` as the token that ends a turn, whether the chat template or the text of a tool wrote it.
+A tokenizer encodes `<|im_end|>` as the token that ends a turn, no matter if the chat template or the output of a tool
+contains it.
 
     quoted(message)   replaces each control token in a text by a mark, which no text contains by chance
     render_chat       lets the chat template move, trim and join texts with their marks
     encode            turns the template's control tokens into tokens, and marked ones into ordinary tokens
     shown             returns the rendered text with the marks replaced, for messages
 
-A copy of the tokenizer, in which control tokens have secret spellings, encodes marked texts: the template's control
-tokens are respelled, marks are replaced by the original text, and all of it is encoded in one piece. Invariant: a
-text without marks is encoded by the tokenizer itself, and a mark changes nothing about the tokens around it.
+Marked texts are encoded by a copy of the tokenizer in which control tokens have secret spellings. The template's
+control tokens are respelled, marks are replaced by the original text, and the whole text is encoded at once. Invariant:
+a text without marks is encoded by the tokenizer itself, and a mark does not change the tokens around it.
 """
 
 import json
@@ -25,7 +26,8 @@ from nemo_rl.data.interfaces import Message, TokenizerType
 from nemo_rl.data.messages.content import TOOL_ROLES, TextRules
 
 _FIRST_PRIVATE, _NUM_PRIVATE = 0xF0000, 0xFFFD
-"""Characters without a meaning (Unicode's private use area, plane 15), which no normalizer changes."""
+"""First character of marks, and number of characters for marks. These characters have no meaning (private use area of
+Unicode, plane 15), and no normalizer changes them."""
 _WORD_JOINER = "\u2060"
 
 
@@ -43,15 +45,15 @@ def is_marked(text: str) -> bool:
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer, as `control_tokens_of` finds them.
+    """The control tokens of a tokenizer. `control_tokens_of` returns such objects.
 
     Args:
-        tokenizer: its vocabulary and chat template decide what a control token is.
+        tokenizer: tokenizer whose vocabulary and chat template determine the control tokens.
     """
 
     def __init__(self, tokenizer: TokenizerType) -> None:
         self._tokenizer = tokenizer
-        # Tokenizers of other libraries may have no such list.
+        # Tokenizers of other libraries may lack these attributes.
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         named = getattr(tokenizer, "all_special_tokens", ())
         special = [*named, *(str(token.content) for token in added if token.special)]
@@ -60,7 +62,7 @@ class ControlTokens:
         template = str(tokenizer.chat_template or "")
         used = [str(token.content) for token in added if str(token.content) in template]
         self.written = _without_characters([*self.special, *used])
-        """These, and tokens that the vocabulary adds and the chat template writes, such as `<tool_call>`."""
+        """Special tokens, and added tokens that the chat template writes, such as `<tool_call>`."""
         self._normalizes = any(token.normalized and str(token.content) in self.written for token in added)
         self._literals: dict[str, int] = {}
         self._by_number: list[str] = []
@@ -69,12 +71,12 @@ class ControlTokens:
         self._respelled: Tokenizer | None = None
 
     def first_in(self, text: str, *, of_tools: bool = False) -> str | None:
-        """Return the first special token in a text, or the first control token with `of_tools`, or None."""
+        """Return the first special token (or, with `of_tools`, the first control token) in a text, or None."""
         found = self._find[self.written if of_tools else self.special].search(text)
         return None if found is None else found[0]
 
     def special_in(self, text: str) -> list[tuple[int, str]]:
-        """Return the place and the text of each special token in a text, in order."""
+        """Return the position and the text of each special token in a text, in order."""
         return [(found.start(), found[0]) for found in self._find[self.special].finditer(text)]
 
     def quoted(self, message: Message, *, of_tools: bool) -> Message:
@@ -82,16 +84,16 @@ class ControlTokens:
 
         Args:
             message: a message of any form that the chat template accepts.
-            of_tools: replace all control tokens; else only special ones.
+            of_tools: whether to replace all control tokens, and not only special ones.
         """
         return self._quote(message, self.written if of_tools else self.special)
 
     def quoted_chat(self, messages: Sequence[Message], rules: TextRules) -> list[Message]:
-        """Return the messages, quoted by the rules."""
+        """Return the messages. Texts that the rules encode as ordinary text are quoted."""
         return [self._by_role(message, rules) for message in messages]
 
     def quoted_tools(self, tools: list[dict[str, Any]] | None, rules: TextRules) -> list[dict[str, Any]] | None:
-        """Return the tool descriptions of a row, quoted by the rules."""
+        """Return the tool descriptions of a row, quoted if the rules encode texts of rows as ordinary text."""
         return self._quote(tools, self.special) if rules.rows else tools
 
     def _by_role(self, message: Message, rules: TextRules) -> Message:
@@ -115,7 +117,7 @@ class ControlTokens:
 
     def _quote_text(self, text: str, tokens: tuple[str, ...]) -> str:
         quoted = self._find[tokens].sub(lambda found: self._mark(found[0]), text)
-        # A part of a token at either end of a text could become whole with the template's text next to it.
+        # A part of a token at an end of a text could become a whole token together with the template's text next to it.
         head, tail = self._fragments[tokens]
         begin = len(quoted) - len(quoted.lstrip())
         if found := head.match(quoted, begin):
@@ -139,7 +141,7 @@ class ControlTokens:
         return _MARK + chr(_FIRST_PRIVATE + number)
 
     def shown(self, text: str) -> str:
-        """Return a text with its marks replaced by the original text."""
+        """Return a text in which marks are replaced by the original text."""
         return _MARKS.sub(self._literal, text) if is_marked(text) else text
 
     def _literal(self, mark: re.Match[str]) -> str:
@@ -149,7 +151,7 @@ class ControlTokens:
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text with marks, without adding special tokens."""
         if not self._can_respell():
-            # Invisible characters prevent the tokenizer from finding the token.
+            # Invisible characters prevent the tokenizer from recognising the control token.
             broken = _MARKS.sub(lambda mark: _with_joiners(self._literal(mark)), text)
             return list(self._tokenizer(broken, add_special_tokens=False, verbose=False)["input_ids"])
         if self._respelled is None:
@@ -172,7 +174,7 @@ def _made(tokenizer: TokenizerType, template: str, num_added: int) -> ControlTok
 
 
 def _without_characters(tokens: Sequence[str]) -> tuple[str, ...]:
-    """Return each token once, the longest first, without single characters: a "!" that pads is still a "!"."""
+    """Return each token once, longest first, without single characters, which remain ordinary text (such as "!")."""
     return tuple(sorted({token for token in tokens if len(token.strip()) > 1}, key=lambda token: (-len(token), token)))
 
 
@@ -181,7 +183,7 @@ def _any_of(tokens: Collection[str]) -> re.Pattern[str]:
 
 
 def _fragments(tokens: Collection[str]) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Return patterns of suffixes of control tokens at a text's beginning, and of prefixes at its end."""
+    """Return patterns of suffixes of control tokens at the beginning of a text, and of prefixes at its end."""
     ends = sorted({token[cut:] for token in tokens for cut in range(1, len(token))}, key=len, reverse=True)
     beginnings = sorted({token[:cut] for token in tokens for cut in range(1, len(token))}, key=len, reverse=True)
     tail = "|".join(map(re.escape, beginnings))
@@ -197,7 +199,7 @@ def _spelling(number: int) -> str:
 
 
 def _respelled(tokenizer: Tokenizer, tokens: Sequence[str]) -> Tokenizer:
-    """Return a copy in which control tokens have other texts and the same ids."""
+    """Return a copy of the tokenizer in which control tokens have other texts but the same ids."""
     description = json.loads(tokenizer.to_str())
     new = {token: _spelling(number) for number, token in enumerate(tokens)}
     for token in description["added_tokens"]:

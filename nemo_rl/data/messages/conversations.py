@@ -1,9 +1,10 @@
-"""Turns whole conversations into token ids for supervised training, message by message.
+"""Convert whole conversations to token ids for supervised training, message by message.
 
-The processors at the end make data of rows: conversations, pairs of them, labelled ones. Each message gets the span of
-the rendered chat that belongs to it (`spans`), and its tokens (`encoding`); the chat is compared with the row
-(`coverage`). Invariant: the tokens of an answer are those that a model samples after the prompt. A conversation that is
-too long becomes a short stub with `loss_multiplier` 0 and is never trained on.
+Each message gets the span of the rendered chat that belongs to it (`spans`), and the tokens of this span (`encoding`).
+The rendered chat is compared with the row (`coverage`). The processors at the end of the file make data from rows of
+conversations, of pairs, and of labelled conversations. Invariant: the tokens of an answer are those that a model would
+sample after the prompt. A conversation that is too long becomes a short stub with `loss_multiplier` 0 and is never
+trained on.
 """
 
 from dataclasses import dataclass
@@ -32,9 +33,9 @@ from nemo_rl.data.model_rows import ROW_INPUTS
 
 TENSOR_KEYS = ("token_ids", "generation_logprobs", "token_loss_mask")
 ENDS = "ends"
-"""Key of a row of plain text: whether the text ends with it."""
+"""Key of a row of plain text that says whether the text ends with this row."""
 STUB_TOKENS = 4
-"""Most tokens, and characters of text, kept of each message of a prompt that is too long."""
+"""Largest number of tokens, and of characters of text, that are kept of each message of a prompt that is too long."""
 
 
 def get_formatted_message_log(
@@ -50,31 +51,32 @@ def get_formatted_message_log(
 ) -> LLMMessageLogType:
     """Render a whole conversation for supervised training, message by message.
 
-    Each message gets the piece of the rendered chat that it adds: its text as `content`, its
-    tokens as `token_ids`. The pieces joined are the rendered chat.
+    Each message gets the part of the rendered chat that it adds, with the part's text as `content` and its tokens as
+    `token_ids`. The parts of all messages together are the rendered chat.
 
     Args:
         message_log: Messages with `role` and `content`.
-        tokenizer: Renders and tokenises.
-        task_data_spec: Its system prompt comes first; its prompt is put around the first user
-            message; its rules decide which roles' control tokens are ordinary text.
-        add_bos_token: Begin with the beginning-of-sequence token if the tokenizer adds it to texts and the chat does
-            not begin with it; prompts follow the same rule.
-        add_eos_token: End with the token that ends the last turn (`spans.final_token`) if the chat does not end with a
-            special token; line ends after it are dropped.
-        add_generation_prompt: Give the header of an assistant turn to the message before it, as
-            when generating.
+        tokenizer: Tokenizer that renders and tokenises.
+        task_data_spec: Specification of the task. Its system prompt comes first, and its prompt is put around the first
+            user message. Its rules decide which texts are encoded as ordinary text.
+        add_bos_token: Whether to begin with the beginning-of-sequence token if the tokenizer adds it to texts and the
+            chat does not begin with it. Prompts follow the same rule.
+        add_eos_token: Whether to end with the token that ends the last turn (`spans.final_token`) if the chat does not
+            end with a special token. Line breaks at the end of the chat are then dropped.
+        add_generation_prompt: Whether the header of an assistant turn belongs to the message before it, as in
+            generation.
         tools: Tool descriptions for the chat template.
-        longest: Of a message with more tokens than this only the beginning may be encoded (see `encode_text`).
-        num_counted: Only assistant turns of this many last messages count in the loss; None leaves it to the roles.
+        longest: Number of tokens above which only the beginning of a text may be encoded (see `encode_text`).
+        num_counted: Number of last messages of which assistant turns count in the loss, or None if only roles decide.
 
     Returns:
-        One entry a message, with `counts` where a row or `num_counted` decides. A header that no message before it can
-        take (of the first turn, or between two assistant turns) is an entry of its own, which does not count.
+        One item for each message, with `counts` if the row or `num_counted` decides. A header that cannot belong to a
+        message before it (of the first turn, or between two assistant turns) is an item of its own, which does not
+        count.
 
     Raises:
-        DataError: The chat template rewrites earlier messages when later ones follow, so the
-            pieces cannot be distinguished; it leaves out a part of the row; or it cannot render the chat at all.
+        DataError: The chat template rewrites earlier messages when later ones follow, so that the parts of messages
+            cannot be found; it leaves out a part of the row; or it cannot render the chat.
     """
     control = control_tokens_of(tokenizer)
     given = with_task_prompts(message_log, task_data_spec)
@@ -101,19 +103,19 @@ def get_formatted_message_log(
 
 @dataclass
 class _RenderedPart:
-    """A part of a rendered chat that becomes an entry of a message log."""
+    """A part of a rendered chat that becomes an item of a message log."""
 
     role: str
-    """Role of its message."""
+    """Role of the message to which the part belongs."""
     text: str
     sampled: bool
-    """Whether a model samples it."""
+    """Whether a model samples this part."""
     counts: bool | None
-    """Whether it counts in the loss; None if its role decides."""
+    """Whether the part counts in the loss, or None if the role decides."""
 
 
 def _message_log(pieces: list[_RenderedPart], tokenizer: TokenizerType, longest: int | None) -> LLMMessageLogType:
-    """Return an entry for each piece: role, text, token ids, and `counts` where its role does not decide."""
+    """Return an item for each part with its role, text and token ids, and with `counts` if the role does not decide."""
     control = control_tokens_of(tokenizer)
     texts, sampled = [piece.text for piece in pieces], [piece.sampled for piece in pieces]
     ids = encode_spans("".join(texts), list(accumulate(map(len, texts))), sampled, tokenizer, longest)
@@ -129,12 +131,12 @@ def _without_flags(message: Message) -> Message:
 
 
 def with_task_prompts(messages: LLMMessageLogType, spec: TaskDataSpec) -> LLMMessageLogType:
-    """Add the task's system prompt, and put its prompt around the first user message.
+    """Add the task's system prompt, and put the task's prompt around the first user message.
 
-    A system message that the row already has follows the task's, after a blank line.
+    If the row already has a system message, its text follows the task's system prompt after a blank line.
 
     Returns:
-        The messages without tensors; lists of parts are joined to texts.
+        The messages without tensors, with lists of parts joined to texts.
 
     Raises:
         DataError: A part is not text.
@@ -155,7 +157,7 @@ def with_task_prompts(messages: LLMMessageLogType, spec: TaskDataSpec) -> LLMMes
 
 
 def _add_ends(pieces: list[_RenderedPart], chat: ChatRenderer, text: str, add_bos: bool, add_eos: bool) -> None:
-    """Add the token that begins a sequence to the first piece, and the one that ends the last turn, in place."""
+    """Add the token that begins a sequence to the first part, and the token that ends a turn to the last, in place."""
     if add_bos:
         pieces[0].text = with_bos(pieces[0].text, chat.tokenizer)
     if add_eos:
@@ -172,10 +174,10 @@ def sft_processor(
     add_eos: bool = True,
     add_generation_prompt: bool = False,
 ) -> DatumSpec:
-    """Return the whole conversation of a row's `messages`, one entry a message, for training on it.
+    """Return the whole conversation of a row's `messages` for training, with one item for each message.
 
-    A row of plain text (`PLAIN_TEXT`) becomes one entry without a chat template, of which every token counts; the
-    tokenizer's end-of-sequence token follows where the text ends (`ENDS`).
+    A row of plain text (`PLAIN_TEXT`) becomes one item without a chat template, in which every token counts. If the
+    text ends with this row (`ENDS`), the tokenizer's end-of-sequence token follows.
     """
     if PLAIN_TEXT in datum_dict:
         pieces = [_plain_text(datum_dict, tokenizer, task_data_spec, add_bos, add_eos)]
@@ -207,7 +209,7 @@ def _conversation(
     add_eos: bool,
     add_generation_prompt: bool,
 ) -> DatumSpec:
-    """Return the datum of a row's `messages`, from the arguments of `sft_processor` and `get_formatted_message_log`."""
+    """Return the datum of a row's `messages` (for the arguments see the functions above)."""
     message_log = get_formatted_message_log(
         row["messages"],
         tokenizer,
@@ -232,7 +234,7 @@ def preference_preprocessor(
     add_eos: bool = True,
     add_generation_prompt: bool = True,
 ) -> PreferenceDatumSpec:
-    """Return the two conversations of a row's `pair`: context and best, context and worst completion."""
+    """Return the two conversations of a row's `pair`: the context with the best, and with the worst completion."""
     pair = datum_dict.get("pair", datum_dict)
     ranked = sorted(pair["completions"], key=lambda completion: completion["rank"])
     how = (task_data_spec, tokenizer, max_seq_length, idx, add_bos, add_eos, add_generation_prompt)
@@ -261,7 +263,7 @@ def feedback_processor(
     add_eos: bool = True,
     add_generation_prompt: bool = True,
 ) -> FeedbackDatumSpec:
-    """Return the conversation of a row's `feedback`, context and completion, and whether it is desirable."""
+    """Return the conversation of a row's `feedback` (context and completion), and whether it is desirable."""
     feedback = datum_dict["feedback"]
     how = (task_data_spec, tokenizer, max_seq_length, idx, add_bos, add_eos, add_generation_prompt)
     datum = _answered(feedback["context"], feedback["completion"], feedback.get("tools"), *how)
@@ -271,7 +273,7 @@ def feedback_processor(
 def _answered(
     context: list[Message], completion: list[Message], tools: list[dict[str, Any]] | None, *how: Any
 ) -> DatumSpec:
-    """Return a conversation in which the assistant's turns of the completion count, and no other turn does."""
+    """Return a conversation in which only the assistant's turns of the completion count in the loss."""
     return _conversation({"messages": [*context, *completion], "tools": tools}, len(completion), *how)
 
 
@@ -282,7 +284,7 @@ def finished_datum(
     max_seq_length: int | None,
     idx: int,
 ) -> DatumSpec:
-    """Make a datum of a log with token ids, or a stub if it is longer than `max_seq_length`."""
+    """Make a datum of a log with token ids. If the log is longer than `max_seq_length`, make a short stub."""
     datum = DatumSpec(
         message_log=message_log,
         length=sum(len(message["token_ids"]) for message in message_log),
@@ -301,8 +303,8 @@ def cut_to_stub(datum: Any, max_seq_length: int | None) -> None:
     """Keep a few tokens of each message and set the weight in the loss to 0, in place.
 
     Args:
-        datum: a datum of any processor, with logs under `message_log`, or `message_log_chosen` and `_rejected`.
-        max_seq_length: longest prompt in tokens; None means no limit.
+        datum: a datum of any processor, with `message_log`, or `message_log_chosen` and `message_log_rejected`.
+        max_seq_length: largest number of tokens of a prompt, or None for no limit.
     """
     for side in ("", "_chosen", "_rejected"):
         message_log: LLMMessageLogType = datum.get(f"message_log{side}", ())

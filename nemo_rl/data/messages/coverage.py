@@ -1,8 +1,8 @@
-"""Compares a rendered chat with everything that its messages and tools hold.
+"""Check that a rendered chat contains everything that its messages and tools contain.
 
-Chat templates leave out, without an error, what they do not know: tool calls, tools, roles, reasoning. Invariant: each
-text, call, argument and tool of a row is found again in the rendered text, or the row is refused with the reason, or
-the configuration allows the loss (`data.template_may_leave_out`).
+Chat templates silently leave out what they do not support: tool calls, tools, roles or reasoning. Invariant: each text,
+call, argument and tool of a row is found in the rendered text. If it is not, the row is refused with the reason, unless
+the configuration allows that it is left out (`data.template_may_leave_out`).
 """
 
 import json
@@ -23,7 +23,7 @@ from nemo_rl.utils.errors import DataError
 logger = logging.getLogger(__name__)
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-"""Keys of an assistant message for the text that the model thinks before its answer."""
+"""Keys of an assistant message for its reasoning, the text that the model thinks before its answer."""
 
 _READ = frozenset(("role", "content", "tool_calls", "tool_call_id", "counts", *REASONING_KEYS, *LOSS_FLAGS))
 _PROBE = "PROBE7Q"
@@ -39,7 +39,7 @@ _WHAT: dict[LeftOut, str] = {
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """A chat and its text."""
+    """A chat and its rendered text."""
 
     messages: Sequence[Message]
     """The messages that were rendered, with control tokens quoted."""
@@ -48,25 +48,25 @@ class RenderedChat:
     text: str
     """The rendered chat."""
     tokenizer: TokenizerType
-    """Has the chat template."""
+    """Tokenizer with the chat template."""
     template_kwargs: Mapping[str, Any] | None = None
-    """Variables of the template."""
+    """Variables of the chat template."""
 
     def check(
         self, may_leave_out: Collection[str] | None = None, spans: Sequence[str] | None = None, task: str | None = None
     ) -> None:
-        """Look for everything that the chat holds in its text.
+        """Check that the rendered text contains everything that the chat contains.
 
-        What is left out with permission is reported once, except ids of calls. So is a key of a message that nothing
-        reads.
+        Parts that may be left out are reported once, except ids of calls. Keys of messages that nothing reads are also
+        reported once.
 
         Args:
-            may_leave_out: Kinds of `LeftOut` that may be absent; None means `MAY_LEAVE_OUT`.
-            spans: The text of each message; None if the places are not known.
+            may_leave_out: Kinds of parts that may be left out, or None for `MAY_LEAVE_OUT`.
+            spans: The rendered text of each message, or None if it is not known.
             task: Name of the data set's task, for the report.
 
         Raises:
-            DataError: Something else is absent.
+            DataError: Any other part is left out.
         """
         allowed = MAY_LEAVE_OUT if may_leave_out is None else may_leave_out
         for kind, role in dict.fromkeys(self._left_out(spans)):
@@ -102,7 +102,7 @@ class RenderedChat:
                 yield "call_ids", role
 
     def _has_said(self, position: int, span: str, said: str) -> bool:
-        """Return whether the words of a message are in its span, or where the template moves messages of its role."""
+        """Return whether a message's text is in its span, or elsewhere if the template moves messages of its role."""
         if _holds(span, said):
             return True
         if self.messages[position].get("role") == "assistant" or not _holds(self.text, said):
@@ -128,20 +128,20 @@ class RenderedChat:
             if key not in _READ and value is not None
         }
         mentioned = {key for key, _ in found if re.search(rf"\b{re.escape(key)}\b", template)}
-        # A template that names functions mentions "name" too.
+        # A template that names functions contains "name" too, so the value of this key is searched.
         unwritten = {key for key, value in found if key == "name" and value not in self.text}
         return sorted({key for key, _ in found} - mentioned | unwritten)
 
 
 def _tool_names(tool: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what a model needs to call a tool: its name and the names of its arguments."""
+    """Yield the name of a tool and the names of its arguments, without which a model cannot call the tool."""
     function = _function(tool)
     yield str(function.get("name", ""))
     yield from (name for name, _ in _arguments(function.get("parameters")))
 
 
 def _tool_descriptions(tool: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the other texts of a tool: what it and its arguments are for, and the values to choose from."""
+    """Yield the other texts of a tool: descriptions of the tool and its arguments, and the allowed values."""
     function = _function(tool)
     yield str(function.get("description") or "")
     for _, schema in _arguments(function.get("parameters")):
@@ -155,7 +155,7 @@ def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _arguments(schema: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the name and schema of each argument, also of those inside others."""
+    """Yield the name and schema of each argument, including nested arguments."""
     if not isinstance(schema, Mapping):
         return
     properties = schema.get("properties")
@@ -172,7 +172,7 @@ def _call_texts(call: Any) -> Iterator[str | tuple[str, ...]]:
 
 
 def _leaves(value: Any) -> Iterator[str | tuple[str, ...]]:
-    """Yield the names and values in arguments, with values other than text as JSON and as Python writes them."""
+    """Yield the names and values in arguments. A value other than text is in the forms of JSON and of Python."""
     if isinstance(value, Mapping):
         for key, below in value.items():
             yield str(key)
@@ -192,7 +192,7 @@ def _ids(message: Message) -> list[str]:
 
 
 def _divided(message: Message) -> tuple[list[str], str]:
-    """Return the texts that a message thinks, and the text that it says."""
+    """Return the reasoning texts of a message, and the rest of its text."""
     content = message.get("content")
     said = content if isinstance(content, str) else ""
     if message.get("role") != "assistant":
@@ -203,7 +203,7 @@ def _divided(message: Message) -> tuple[list[str], str]:
 
 
 def _holds(rendered: str, wanted: str | tuple[str, ...]) -> bool:
-    """Return whether a text stands in a rendered chat, either unchanged, as JSON, or line by line."""
+    """Return whether a rendered chat contains a text, either unchanged, or as JSON, or line by line."""
     if isinstance(wanted, tuple):
         return any(_holds(rendered, each) for each in wanted)
     text = wanted.strip()

@@ -1,8 +1,8 @@
-"""Encodes rendered text to token ids: whole prompts, conversations in spans, and texts that continue others.
+"""Encode rendered text to token ids: whole prompts, conversations in spans, and texts that follow other tokens.
 
-Invariant: no token crosses the place where a model begins or stops to sample. The tokens before it are those of the
-prompt that an engine gets; the tokens after it continue them, so a tokenizer that puts a word mark before each text
-(SentencePiece) adds none there.
+Invariant: no token crosses a position where a model begins or stops sampling. The tokens before such a position are
+those of the prompt that an engine gets. The tokens after it continue the prompt, so that a tokenizer that puts a word
+mark before each text (SentencePiece) adds none there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,14 +32,14 @@ def render_chat(
 
     Args:
         messages: Messages with `role` and `content`.
-        tokenizer: Has the chat template.
+        tokenizer: Tokenizer with the chat template.
         add_generation_prompt: Whether the header of the next assistant turn follows.
         tools: Function schemas that the chat offers.
-        template_kwargs: Variables for the template; they replace those of `policy.tokenizer.chat_template_kwargs`.
+        template_kwargs: Variables for the template, which override those of `policy.tokenizer.chat_template_kwargs`.
 
     Raises:
-        DataError: The tokenizer has no chat template, the template refuses these messages, or one of their parts
-            is not text.
+        DataError: The tokenizer has no chat template, the template refuses the messages, or a part of a message is not
+            text.
     """
     if tokenizer.chat_template is None:
         raise DataError(
@@ -65,25 +65,25 @@ def render_chat(
 
 
 def bind_template_kwargs(tokenizer: TokenizerType, kwargs: Mapping[str, Any]) -> None:
-    """Pass variables to the chat template in every chat that the tokenizer renders from now on."""
+    """Set variables for the chat template in all chats that the tokenizer renders from now on."""
     bound = partial(tokenizer.apply_chat_template, **kwargs)
     tokenizer.apply_chat_template = bound  # type: ignore[method-assign]
 
 
 def template_kwargs_of(tokenizer: TokenizerType) -> dict[str, Any]:
-    """Return the variables that `bind_template_kwargs` has given to a tokenizer."""
+    """Return the variables that `bind_template_kwargs` has set for a tokenizer."""
     bound: Any = tokenizer.apply_chat_template
     return dict(bound.keywords) if isinstance(bound, partial) else {}
 
 
 _CHARACTERS_PER_TOKEN = 8
 _CUT_MARGIN = 512
-"""A number of bytes above the length of the longest token of any vocabulary."""
+"""Number of bytes that exceeds the length of the longest token of any vocabulary."""
 
 _WORD_MARKS = ("\u2581", "\u0120")
-"""How vocabularies of SentencePiece and of bytes write the space before a word."""
+"""Characters with which vocabularies of SentencePiece and of byte-level BPE write the space before a word."""
 _ANCHORS = ("\n", "0", ":", "a", " ")
-"""Texts before a continuation; one of them ends a token in any tokenizer, whatever follows."""
+"""Texts that are put before a continuation. In any tokenizer, a token ends after at least one of them."""
 
 type Ids = list[int]
 
@@ -93,14 +93,15 @@ def encode_text(text: str, tokenizer: TokenizerType, longest: int | None = None)
 
     Args:
         text: Rendered text, with or without marks of `control_tokens`.
-        longest: Most tokens that the caller can use. Of a longer text only a prefix with more tokens than this may be
-            encoded, because megabytes of text would take seconds and gigabytes of memory; None encodes all of it.
+        longest: Largest number of tokens that the caller can use, or None to encode the whole text. Of a longer text,
+            only a prefix with more tokens than this may be encoded, because megabytes of text would take seconds and
+            gigabytes of memory.
     """
     return torch.tensor(_encode_beginning(text, tokenizer, longest), dtype=torch.int64)
 
 
 def encode_continuation(text: str, tokenizer: TokenizerType, longest: int | None = None) -> torch.Tensor:
-    """Encode text that follows other tokens to token ids [T] int64, from the arguments of `encode_text`."""
+    """Encode text that follows other tokens to token ids [T] int64. See `encode_text` for the arguments."""
     return torch.tensor(_continuation(text, tokenizer, longest), dtype=torch.int64)
 
 
@@ -109,14 +110,15 @@ def encode_spans(
 ) -> list[torch.Tensor]:
     """Encode a conversation to the token ids of each of its spans.
 
-    The text is encoded as a whole and cut. If a token crosses an end of a sampled span, or the prompt before it has
-    other tokens when encoded alone, the text is encoded up to there and continued from there.
+    The text is encoded as a whole, and the tokens are cut into spans. If a token crosses the beginning or end of a
+    sampled span, or if the text before this position has other tokens when it is encoded alone, the two parts of the
+    text are encoded separately.
 
     Args:
         text: The rendered conversation.
-        ends: End of each span in characters, in order; the last is the end of the text.
+        ends: End of each span in characters, in order. The last one is the end of the text.
         sampled: For each span, whether a model samples it.
-        longest: As `encode_text`; of a longer text the last spans may get no tokens.
+        longest: See `encode_text`. The last spans of a longer text may get no tokens.
 
     Returns:
         One tensor [T] int64 for each span.
@@ -133,24 +135,24 @@ def encode_spans(
 
 @dataclass(frozen=True)
 class _Cut:
-    """A place in the text and in the tokens of the whole text."""
+    """A position in the text, and the corresponding position in the tokens of the whole text."""
 
     index: int
-    """Number of tokens before the place."""
+    """Number of tokens of the whole text before the position."""
     ids: Ids | None = None
-    """None if the place is between two tokens of the whole text, and these are those of a prompt that ends here; else
-    the tokens of the text from token `index` to the place."""
+    """None if the position is between two tokens of the whole text, and a prompt that ends here has the same tokens.
+    Otherwise the tokens of the text from token `index` to the position."""
 
 
 class _Cutter:
-    """Cuts the tokens of a text at places between spans."""
+    """Cuts the tokens of a text at positions between spans."""
 
     def __init__(self, text: str, ids: Ids, tokenizer: TokenizerType) -> None:
         self._text, self._ids, self._tokenizer = text, ids, tokenizer
         self._fixed = _places_of_special(text, ids, tokenizer)
 
     def block(self, start: int, end: int) -> Ids:
-        """Return the tokens between two places at which no token may cross."""
+        """Return the tokens between two positions that no token may cross."""
         first, last = self._cut(start), self._cut(end)
         if first.ids is not None:
             return _continuation(self._text[start:end], self._tokenizer)
@@ -173,9 +175,10 @@ class _Cutter:
 
 
 def _places_of_special(text: str, ids: Ids, tokenizer: TokenizerType) -> list[tuple[int, int]]:
-    """Return the place in the text and among the tokens of each special token, which no other token joins.
+    """Return the position of each special token in the text and in the tokens.
 
-    Nothing is returned if text and tokens do not agree, as with a tokenizer that normalizes special tokens.
+    No tokenizer merges a special token with other text. The list is empty if text and tokens do not agree, for example
+    because the tokenizer normalizes special tokens.
     """
     control = control_tokens_of(tokenizer)
     numbers = {token: tokenizer.convert_tokens_to_ids(token) for token in control.special}
@@ -191,7 +194,7 @@ def _places_of_special(text: str, ids: Ids, tokenizer: TokenizerType) -> list[tu
 def _divide(
     text: str, ends: Sequence[int], blocks: Sequence[tuple[int, int, Ids]], tokenizer: TokenizerType
 ) -> list[Ids]:
-    """Divide the tokens of blocks among their spans, with a token that crosses a span's end in the next span."""
+    """Divide the tokens of blocks among spans. A token that crosses the end of a span belongs to the next one."""
     parts: list[Ids] = []
     for start, end, ids in blocks:
         inside = [place for place in ends[len(parts) :] if place <= end]
@@ -206,18 +209,18 @@ def _divide(
 
 
 def _num_shared(left: Ids, right: Ids) -> int:
-    """Return the number of tokens with which both begin."""
+    """Return the length of the common prefix of two lists of tokens."""
     pairs = zip(left, right, strict=False)
     return next((index for index, (one, other) in enumerate(pairs) if one != other), min(len(left), len(right)))
 
 
 def _unequal_parts(ids: Ids, count: int) -> list[torch.Tensor]:
-    """Return the tokens of a conversation that is too long, all in the first span."""
+    """Return the tokens of a conversation that is too long. All tokens are in the first span."""
     return [torch.tensor(ids if part == 0 else [], dtype=torch.int64) for part in range(count)]
 
 
 def _continuation(text: str, tokenizer: TokenizerType, longest: int | None = None) -> Ids:
-    """Return the tokens of a text that follows other text, without the word mark of a text that begins."""
+    """Return the tokens of a text that follows other text, without the word mark that begins a text of its own."""
     alone = _encode_beginning(text, tokenizer, longest)
     if not alone or not _marks_words(tokenizer) or not _has_word_mark(alone[0], text, tokenizer):
         return alone
@@ -240,7 +243,7 @@ def _marks_words(tokenizer: TokenizerType) -> bool:
 
 
 def _has_word_mark(token: int, text: str, tokenizer: TokenizerType) -> bool:
-    """Return whether the first token of a text begins with a word mark for which the text has no space."""
+    """Return whether the first token of a text begins with a word mark, although the text begins with no space."""
     name = str(tokenizer.convert_ids_to_tokens(token))
     return name.startswith(_WORD_MARKS) and not text.startswith((" ", _WORD_MARKS[0]))
 
@@ -277,6 +280,6 @@ def begins_with_bos(tokenizer: TokenizerType) -> bool:
 
 
 def with_bos(text: str, tokenizer: TokenizerType) -> str:
-    """Return a rendered chat with the beginning-of-sequence token, if the tokenizer adds it and the text lacks it."""
+    """Return a rendered chat with the beginning-of-sequence token, if the tokenizer adds it and the chat lacks it."""
     bos = tokenizer.bos_token
     return text if bos is None or text.startswith(bos) or not begins_with_bos(tokenizer) else bos + text

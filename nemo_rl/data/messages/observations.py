@@ -1,10 +1,9 @@
-"""Renders an environment's message to the tokens that it adds to a conversation.
+"""Render an environment's message to the tokens that it adds to a conversation.
 
-The sampled tokens stay as they are. After them comes the text that the chat template writes between the end of an
-assistant turn and the beginning of the next one: the token that ends the turn unless it was sampled, the message, and
-the header of the next turn. This text is taken from a separate short chat, since templates may render earlier turns of
-the real conversation differently (Qwen3 drops their reasoning). Invariant: no token is rendered twice, and the
-conversation is never rendered again.
+The sampled tokens do not change. They are followed by the text that the chat template writes between the end of an
+assistant turn and the beginning of the next one: the token that ends the turn (unless it was sampled), the message, and
+the header of the next turn. This text is taken from a separate short chat, because templates may render earlier turns
+of the real conversation differently (Qwen3 drops their reasoning). Invariant: the conversation is never rendered again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,7 @@ _QUESTION = {"role": "user", "content": "QUESTION"}
 _ANSWER = "ANSWER"
 _SAID = "OBSERVATION"
 _LONGEST_OPENING = 256
-"""Most tokens of an assistant turn's header plus the words with which a prompt may begin the turn."""
+"""Largest number of tokens in the header of an assistant turn and the words with which a prompt may begin the turn."""
 
 
 def template_message(observation: Mapping[str, Any]) -> Message:
@@ -45,7 +44,7 @@ def template_message(observation: Mapping[str, Any]) -> Message:
 
 
 def messages_of(observation: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages of an observation, which are its `messages` or the observation itself."""
+    """Return the messages of an observation, which are its `messages` or else the observation itself."""
     return [dict(each) for each in observation.get("messages") or [observation]]
 
 
@@ -53,9 +52,9 @@ class ObservationRenderer:
     """Renders observations to tokens.
 
     Args:
-        tokenizer: without a chat template all observations are bare text.
-        rules: whether control tokens in observations are ordinary text; None means `TextRules()`.
-        template_kwargs: variables for the chat template, as in the `Chat` of the prompt.
+        tokenizer: tokenizer. If it has no chat template, observations are plain text.
+        rules: rules on whether observations are encoded as ordinary text, or None for `TextRules()`.
+        template_kwargs: variables for the chat template, which should be those of the prompt's `Chat`.
     """
 
     def __init__(
@@ -76,16 +75,15 @@ class ObservationRenderer:
         prompt_length: int,
         longest: int | None = None,
     ) -> torch.Tensor:
-        """Return the tokens that follow the last turn of a conversation: [t] int64.
+        """Return the tokens that an observation adds after the last turn of a conversation, [t] int64.
 
-        They come from the chat template if the prompt does, which the header of the assistant's turn shows; otherwise
-        they are the bare text.
+        The chat template is used if the prompt was rendered with it, which is recognised by the header of the
+        assistant's turn. Otherwise the tokens are those of the plain text.
 
         Args:
-            observation: `role` (see `template_form`) and `content`. An observation of several messages has them in
-                `messages`.
+            observation: `role` (see `template_form`) and `content`, or a list of several messages in `messages`.
             message_log: the conversation, whose last message was sampled.
-            prompt_length: tokens before the first response.
+            prompt_length: number of tokens before the first response.
             longest: see `encode_text`.
 
         Raises:
@@ -100,7 +98,7 @@ class ObservationRenderer:
         )
 
     def message(self, observation: Mapping[str, Any]) -> Message:
-        """Convert an observation to a message for `render_chat`, with its control tokens quoted by the rules.
+        """Convert an observation to a message for `render_chat`. Control tokens are quoted if the rules say so.
 
         Raises:
             DataError: a part is not text.
@@ -109,7 +107,7 @@ class ObservationRenderer:
         return control_tokens_of(self._tokenizer).quoted(message, of_tools=True) if self._rules.tools else message
 
     def first_of_prompt(self, chat: Chat, observation: Mapping[str, Any]) -> Message:
-        """Return the single log entry of a prompt whose last message, or messages, are an observation.
+        """Return the single log message of a prompt that ends with an observation.
 
         Raises:
             DataError: the content is not text, or the template refuses the chat.
@@ -126,17 +124,17 @@ class ObservationRenderer:
         return control_tokens_of(self._tokenizer).first_in(text, of_tools=True)
 
     def _is_chat(self, prompt_end: torch.Tensor) -> bool:
-        """Return whether a prompt ends with the template's header of an assistant turn, with or without more words."""
+        """Return whether a prompt ends with the template's header of an assistant turn, or with it and more words."""
         return self._tokenizer.chat_template is not None and self._opening in self._shown(prompt_end)
 
     def _shown(self, token_ids: torch.Tensor) -> str:
-        """Return the text of tokens without white space, which some tokenizers add, move or lose."""
+        """Return the text of tokens without white space, because some tokenizers add, move or lose white space."""
         text = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return "".join(str(text).split())
 
     @cached_property
     def _opening(self) -> str:
-        """Return the header of an assistant turn as `_shown`, or an empty text if the template writes none."""
+        """The header of an assistant turn without white space, or an empty text if the template writes no header."""
         closed, opened = (
             render_chat([_QUESTION], self._tokenizer, add_generation_prompt=header, template_kwargs=self._variables)
             for header in (False, True)
@@ -145,7 +143,7 @@ class ObservationRenderer:
         return self._shown(encode_continuation(header, self._tokenizer))
 
     def _added(self, *messages: Message) -> str:
-        """Return the text after an assistant's words when `messages` follow them."""
+        """Return the text that the template writes after an assistant's words if `messages` follow."""
         chat = [_QUESTION, {"role": "assistant", "content": _ANSWER}, *messages]
         rendered = render_chat(chat, self._tokenizer, add_generation_prompt=True, template_kwargs=self._variables)
         return rendered.partition(_ANSWER)[2]
@@ -162,9 +160,9 @@ class ObservationRenderer:
         return head
 
     def _continuation(self, added: str, head: str, written: list[int], longest: int | None) -> torch.Tensor:
-        """Return the tokens of `added` without the tokens of its `head` that `written` already ends with.
+        """Return the tokens of `added`, without those tokens of its `head` with which `written` already ends.
 
-        Some templates write white space before the token that ends a turn; a model that ended its turn did not.
+        Some templates write white space before the token that ends a turn, but a model that ended its turn did not.
         """
         for start in (0, len(head) - len(head.lstrip())):
             ids, head_ids = (encode_text(text[start:], self._tokenizer, longest) for text in (added, head))
@@ -175,6 +173,6 @@ class ObservationRenderer:
 
 
 def _overlap(written: Sequence[int], head: Sequence[int]) -> int:
-    """Return the length of the longest prefix of `head` that `written` ends with."""
+    """Return the length of the longest prefix of `head` with which `written` ends."""
     longest = min(len(written), len(head))
     return next((size for size in range(longest, 0, -1) if list(written[-size:]) == list(head[:size])), 0)

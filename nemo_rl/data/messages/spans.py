@@ -1,8 +1,8 @@
-"""Finds the span of each message in a rendered chat.
+"""Find the span of each message in a rendered chat.
 
-Invariant: the spans cover the rendered chat without gap or overlap, and the span of an assistant turn is exactly the
-text that a model would have to sample: from the end of the generation prompt to the token that ends the turn. Where the
-next turn's header is what ends it, that control token is the last of the span.
+Invariant: the spans cover the rendered chat without gap or overlap. The span of an assistant turn is exactly the text
+that a model would have to sample, from the end of the generation prompt to the token that ends the turn. If a turn has
+no such token, the control token that begins the next turn's header ends the turn, and belongs to its span.
 
 Spans are found by two methods, tried in order:
 
@@ -25,13 +25,13 @@ from nemo_rl.utils.errors import DataError
 
 ASSISTANT = "assistant"
 _PROBES = ("A", "7")
-"""Answers that share no beginning."""
+"""Two answers without a common beginning."""
 _FOLLOWING = {"role": "user", "content": "QUESTION"}
 
 
 @dataclass(frozen=True)
 class ChatRenderer:
-    """Renders the beginnings of one conversation."""
+    """Renders beginnings of one conversation."""
 
     messages: Sequence[Message]
     """The whole conversation."""
@@ -41,20 +41,20 @@ class ChatRenderer:
     """Tool descriptions, or None."""
 
     def text(self, count: int, *, opened: bool = False) -> str:
-        """Render the first `count` messages, with the header of an assistant turn if `opened`."""
+        """Render the first `count` messages, followed by the header of an assistant turn if `opened`."""
         if count == 0 and not opened:
             return ""
         return self._render(self.messages[:count], opened)
 
     def shared_beginning(self, position: int, following: Sequence[Message]) -> str:
-        """Render up to the place where the answer of turn `position` begins, whatever it is.
+        """Return the rendered text before the answer of an assistant turn, which is the same for all answers.
 
         Args:
-            position: number of an assistant turn.
-            following: messages after it, which may change how templates write its header.
+            position: index of the message that is the assistant turn.
+            following: messages after the turn, which may change how templates write the turn's header.
 
         Raises:
-            DataError: the template refuses a plain answer here.
+            DataError: the template refuses a plain answer at this position.
         """
         chats = [[*self.messages[:position], {"role": ASSISTANT, "content": probe}, *following] for probe in _PROBES]
         return os.path.commonprefix([self._render(chat) for chat in chats])
@@ -66,16 +66,15 @@ class ChatRenderer:
 def message_ends(chat: ChatRenderer, full_text: str, *, header_is_prompt: bool) -> list[int]:
     """Return the end of each message's text in `full_text`, at which the next message begins.
 
-    The header of an assistant turn belongs to the message before it if `header_is_prompt`. White space
-    after the token that closes an assistant turn belongs to the next message: no model samples it.
+    White space after the token that closes an assistant turn belongs to the next message, because no model samples it.
 
     Args:
         chat: the conversation.
         full_text: `chat` rendered as a whole.
-        header_is_prompt: whether headers are left out of assistant turns.
+        header_is_prompt: whether the header of an assistant turn belongs to the message before it.
 
     Raises:
-        DataError: the template rewrites earlier turns so that their spans cannot be found.
+        DataError: the template rewrites earlier turns in such a way that their spans cannot be found.
     """
     ends: list[int] = []
     for position, message in enumerate(chat.messages):
@@ -94,16 +93,16 @@ def message_ends(chat: ChatRenderer, full_text: str, *, header_is_prompt: bool) 
 
 
 def own_headers(chat: ChatRenderer, full_text: str, ends: Sequence[int]) -> dict[int, int]:
-    """Return the length of each header that no message before it can take, which no model samples.
+    """Return the lengths of headers that are in the span of an assistant turn, although no model samples them.
 
     Args:
         chat: the conversation.
         full_text: `chat` rendered as a whole.
-        ends: the ends of its messages, as `message_ends` finds them with `header_is_prompt`.
+        ends: the ends of the messages, as `message_ends` returns them with `header_is_prompt`.
 
     Returns:
-        Characters at the beginning of the span, by the number of the message: of an assistant turn that is the first
-        message or follows another assistant turn.
+        Number of characters at the beginning of the span, by the index of the message. Only assistant turns that are
+        the first message or follow another assistant turn have such headers.
     """
     roles = [message["role"] for message in chat.messages]
     starts = [0, *ends[:-1]]
@@ -116,7 +115,7 @@ def own_headers(chat: ChatRenderer, full_text: str, ends: Sequence[int]) -> dict
 
 
 def _prefix_end(chat: ChatRenderer, full_text: str, position: int, start: int) -> int:
-    """Return the end of a message before another prompt message, which gets all of a turn that both share."""
+    """Return the end of a message before another prompt message. A turn that has both belongs to the second one."""
     try:
         text = chat.text(position + 1)
     except DataError:  # the template wants a user message before the chat may end
@@ -144,7 +143,7 @@ def _turn_start(chat: ChatRenderer, full_text: str, position: int, start: int, h
 
 
 def _own_header_end(chat: ChatRenderer, full_text: str, position: int) -> int:
-    """Return the end of a header that is not that of the generation prompt: what all answers of this turn share."""
+    """Return the end of a header that differs from the generation prompt, as the text that all answers share."""
     for following in (chat.messages[position + 1 :], [_FOLLOWING]):
         header = chat.shared_beginning(position, following)
         if full_text.startswith(header):
@@ -153,12 +152,12 @@ def _own_header_end(chat: ChatRenderer, full_text: str, position: int) -> int:
 
 
 def _end_that_begins(header: str, text: str) -> str:
-    """Return the longest beginning of `header` with which `text` ends."""
+    """Return the longest prefix of `header` with which `text` ends."""
     return next((header[:size] for size in range(len(header), 0, -1) if text.endswith(header[:size])), "")
 
 
 def _turn_end(chat: ChatRenderer, full_text: str, position: int, start: int) -> int:
-    """Return the end of the assistant turn `position`, with the control token of the next header if none closes it."""
+    """Return the end of the assistant turn `position`. If no token closes it, the next header's control token does."""
     text = chat.text(position + 1)
     closer = closing_token(text, chat.tokenizer)
     if full_text.startswith(text):
@@ -172,7 +171,7 @@ def _turn_end(chat: ChatRenderer, full_text: str, position: int, start: int) -> 
 
 
 def _with_next_header(chat: ChatRenderer, full_text: str, position: int, end: int) -> int:
-    """Return the end of the control token after a turn, or `end` if none follows or the turn goes on."""
+    """Return the end of the control token after a turn, or `end` if there is none or another assistant turn follows."""
     if chat.messages[position + 1]["role"] == ASSISTANT:
         return end
     rest = full_text[end:]
@@ -187,10 +186,11 @@ def closing_token(text: str, tokenizer: TokenizerType) -> str | None:
 
 
 def final_token(chat: ChatRenderer, full_text: str) -> str | None:
-    """Return the token that a model samples after the last turn, or None if the rendered chat has it.
+    """Return the token that a model samples at the end of the last turn, or None if the rendered chat has it already.
 
-    It is the control token of the header that would follow (of a tool's result after a call, else of a user's turn),
-    if the template ends turns so and the model's generation config stops at it; otherwise the end-of-sequence token.
+    Some templates end a turn with the control token of the next header (of a tool's result after a call, or else of a
+    user's turn). If the model's generation config stops at this token, the token is returned, and otherwise the
+    end-of-sequence token.
     """
     tokenizer = chat.tokenizer
     if closing_token(full_text, tokenizer) is not None or full_text.rstrip("\n").endswith(tokenizer.eos_token or "\0"):
@@ -209,8 +209,8 @@ def final_token(chat: ChatRenderer, full_text: str) -> str | None:
 
 @lru_cache(maxsize=8)
 def _stop_ids(name: str) -> frozenset[int]:
-    """Return the tokens at which the model of a tokenizer stops, as its files say, or none if they do not."""
-    # Imported here because it imports image libraries, which most runs never need.
+    """Return the tokens at which the tokenizer's model stops according to its files, or an empty set."""
+    # transformers is imported here because it imports image libraries, which most runs never need.
     from transformers import GenerationConfig
 
     try:
@@ -231,7 +231,7 @@ def _special_tokens(tokenizer: TokenizerType) -> tuple[str, ...]:
 
 
 def _check_answers(chat: ChatRenderer, full_text: str, ends: Sequence[int]) -> None:
-    """Check that each assistant turn holds its message's text, except reasoning, which templates move or drop."""
+    """Check that each assistant turn contains its message's text, except reasoning, which templates move or drop."""
     start = 0
     for position, (message, end) in enumerate(zip(chat.messages, ends, strict=True)):
         content = message.get("content")

@@ -1,7 +1,7 @@
-"""Puts messages into the form that a chat template can write: known roles, texts, and arguments of calls.
+"""Convert messages to the form that a chat template supports: known roles, texts, and arguments of calls.
 
-Invariant: every road from a message to tokens (supervised rows, prompts, observations, requests of agents) goes through
-`for_template`, so a role and a tool call mean the same on all of them.
+Invariant: all messages that are tokenised go through `for_template` (supervised rows, prompts, observations and
+requests of agents), so roles and tool calls mean the same for all of them.
 """
 
 import json
@@ -20,11 +20,11 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipytho
 """Roles of messages in rows, observations and requests."""
 
 _RENAMED = {"environment": "user", "function": "tool"}
-"""Roles that chat templates do not know, and the role under which their messages are rendered."""
+"""Roles that chat templates do not know, with the role under which their messages are rendered."""
 
 
 def known_role(role: str, *, knows_developer: bool) -> str:
-    """Return the role under which messages of a role are rendered, or sent to servers."""
+    """Return the role under which messages of a role are rendered or sent to servers."""
     return "system" if role == "developer" and not knows_developer else _RENAMED.get(role, role)
 
 
@@ -34,13 +34,13 @@ type ArgumentsForm = Literal["mapping", "text"]
 def for_template(messages: Sequence[Message], tokenizer: TokenizerType) -> list[dict[str, Any]]:
     """Return the messages in the form of the tokenizer's chat template.
 
-    Roles: "environment" is rendered as "user", "function" as "tool", and "developer" as "system" by templates that do
-    not know it. Lists of text parts are joined. The arguments of tool calls are mappings, or JSON text for templates
-    that join them to other text.
+    The role "environment" becomes "user", "function" becomes "tool", and "developer" becomes "system" if the template
+    does not know it. Lists of text parts are joined. The arguments of tool calls become mappings, or JSON text for
+    templates that join arguments to other text.
 
     Args:
         messages: Messages with `role` and `content`.
-        tokenizer: Has the chat template.
+        tokenizer: Tokenizer with the chat template.
 
     Raises:
         DataError: A part is not text.
@@ -88,10 +88,10 @@ _AS_TEXT = json.dumps({_KEY: _VALUE})
 
 
 def arguments_form(tokenizer: TokenizerType) -> ArgumentsForm:
-    """Return the form of arguments that the tokenizer's chat template writes as JSON.
+    """Return the form in which arguments must be given, so that the tokenizer's chat template writes them as JSON.
 
-    The template gets a call with each form. "text" is chosen if it writes the text as it is, and fails on the mapping
-    or writes it as Python prints it.
+    The template is tried with a call in each form. The form is "text" if the template writes a text unchanged, but
+    fails for a mapping or writes it as Python prints it.
     """
     return _probed(tokenizer, str(tokenizer.chat_template))
 
@@ -104,7 +104,7 @@ def _probed(tokenizer: TokenizerType, template: str) -> ArgumentsForm:
 
 
 def _written(tokenizer: TokenizerType, arguments: Any) -> str | None:
-    """Return a chat with a call, or None if the template fails on it."""
+    """Return a rendered chat with a call, or None if the template fails."""
     function = {"name": "probe", "arguments": arguments}
     calls = [{"id": "call00000", "type": "function", "function": function}]
     chat: list[dict[str, Any]] = [
@@ -118,7 +118,7 @@ def _written(tokenizer: TokenizerType, arguments: Any) -> str | None:
 
 
 def tools_of(row: Mapping[str, Any], key: str = "tools") -> list[dict[str, Any]] | None:
-    """Return the tool descriptions of a row, given as a list or its JSON text, or None if it has none.
+    """Return the tool descriptions of a row, which are a list or its JSON text, or None if the row has none.
 
     Raises:
         RowError: The descriptions are not a list of objects.
@@ -141,12 +141,12 @@ def parsed_json(text: str, what: str) -> Any:
     """
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):  # `int` refuses thousands of digits by a ValueError
+    except (ValueError, RecursionError):  # `int` raises a ValueError for numbers with thousands of digits
         raise RowError(f"{what} is not valid JSON") from None
 
 
 LOSS_FLAGS = ("weight", "loss", "train", "training", "trainable", "train_on_turn")
-"""Keys of a message that say whether it counts in the loss: `weight` is OpenAI's, the others are of other libraries."""
+"""Keys of a message that say whether it counts in the loss. `weight` is OpenAI's key, and others are common too."""
 
 
 def is_excluded(message: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Re-exports sequence packing and microbatch plans."""
+"""Re-export sequence packing and microbatch plans."""
 
 from nemo_rl.data.packing.algorithms import (
     ConcatenativePacker,

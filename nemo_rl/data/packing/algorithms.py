@@ -1,4 +1,4 @@
-"""Packs sequences into bins so that few tokens are wasted.
+"""Pack sequences into bins so that few tokens are wasted.
 
 Invariant: every sequence is in exactly one bin, no bin exceeds its capacity, and the same lengths always give the
 same bins.
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class PackingMetrics:
-    """Statistics of one packing, and their running totals."""
+    """Statistics of one packing, and totals over all packings so far."""
 
     def __init__(self) -> None:
         self.reset()
@@ -106,7 +106,7 @@ class PackingMetrics:
 
 
 class PackingAlgorithm(enum.Enum):
-    """Names accepted by `get_packer`."""
+    """Names that `get_packer` accepts."""
 
     CONCATENATIVE = "concatenative"
     FIRST_FIT_DECREASING = "first_fit_decreasing"
@@ -115,13 +115,13 @@ class PackingAlgorithm(enum.Enum):
 
 
 class SequencePacker(ABC):
-    """Packs sequences into bins of one capacity.
+    """Packs sequences into bins of equal capacity.
 
     Args:
-        bin_capacity: Tokens that fit into a bin.
-        collect_metrics: Keep statistics of every `pack` call.
-        min_bin_count: Spread the sequences over at least this many bins.
-        bin_count_multiple: Spread them over a multiple of this many bins.
+        bin_capacity: Number of tokens that fit into a bin.
+        collect_metrics: Whether to keep statistics of every `pack` call.
+        min_bin_count: Smallest number of bins over which the sequences are spread.
+        bin_count_multiple: Number of which the number of bins is a multiple.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class SequencePacker(ABC):
         return self.metrics.calculate_stats_only(sequence_lengths, bins, self.bin_capacity)
 
     def get_aggregated_metrics(self) -> dict[str, float]:
-        """Return the totals over the `pack` calls, when `collect_metrics` is on."""
+        """Return the totals over the `pack` calls if `collect_metrics` is set."""
         return self.metrics.get_aggregated_stats()
 
     def print_metrics(self) -> None:
@@ -195,7 +195,7 @@ class SequencePacker(ABC):
 
 
 class ConcatenativePacker(SequencePacker):
-    """Fill a bin in the given order, and open the next one when a sequence does not fit."""
+    """Fills a bin in the given order, and opens the next bin when a sequence does not fit."""
 
     def _pack(self, sequence_lengths: Sequence[int]) -> list[list[int]]:
         bins: list[list[int]] = []
@@ -210,7 +210,7 @@ class ConcatenativePacker(SequencePacker):
 
 
 class FirstFitPacker(SequencePacker):
-    """Put each sequence into the first bin with room, in an order that subclasses choose."""
+    """Puts each sequence into the first bin with room, in an order that subclasses choose."""
 
     def _order(self, sequence_lengths: Sequence[int]) -> list[int]:
         return list(range(len(sequence_lengths)))
@@ -220,7 +220,7 @@ class FirstFitPacker(SequencePacker):
 
 
 class FirstFitDecreasingPacker(FirstFitPacker):
-    """First fit, longest first: at most 11/9 of the fewest bins plus 6/9 (Dosa 2007)."""
+    """First fit with the longest sequence first, which needs at most 11/9 of the fewest bins plus 6/9 (Dosa 2007)."""
 
     def _order(self, sequence_lengths: Sequence[int]) -> list[int]:
         return sorted(range(len(sequence_lengths)), key=lambda i: (-sequence_lengths[i], i))
@@ -238,11 +238,11 @@ class FirstFitShufflePacker(FirstFitPacker):
 
 
 class ModifiedFirstFitDecreasingPacker(SequencePacker):
-    """Modified first fit decreasing: at most 71/60 of the fewest bins plus 1.
+    """Modified first fit decreasing, which needs at most 71/60 of the fewest bins plus 1.
 
-    Johnson and Garey, "A 71/60 theorem for bin packing" (1985). Sequences are large (over half the
-    capacity), medium (over a third), small (over a sixth) or tiny. Each large one opens a bin;
-    medium ones and pairs of small ones complete those bins; the rest goes first fit decreasing.
+    See Johnson and Garey, "A 71/60 theorem for bin packing" (1985). Sequences are large (over half of the capacity),
+    medium (over a third), small (over a sixth) or tiny. Each large sequence opens a bin. These bins are filled with
+    medium sequences and pairs of small ones. The remaining sequences are packed with first fit decreasing.
     """
 
     def _pack(self, sequence_lengths: Sequence[int]) -> list[list[int]]:
@@ -300,7 +300,7 @@ def get_packer(
 
 
 def spread_bins(bins: list[list[int]], costs: Sequence[int], num_bins: int) -> None:
-    """Split bins in place until there are `num_bins`, the heaviest that can be split first.
+    """Split bins in place until there are `num_bins`, always the one with the largest cost that has several rows.
 
     Raises:
         DataError: There are fewer rows than requested bins.
@@ -350,7 +350,7 @@ def _room(rows: list[tuple[int, int]], capacity: int) -> int:
 
 
 def _pop_largest_fitting(items: list[tuple[int, int]], room: int) -> tuple[int, int] | None:
-    """Remove the longest item of at most `room` from `items` (sorted, shortest first) and return it."""
+    """Remove the longest item of length at most `room` from `items` (sorted, shortest first), and return the item."""
     position = bisect_right(items, (room, 1))
     return items.pop(position - 1) if position else None
 
@@ -358,7 +358,7 @@ def _pop_largest_fitting(items: list[tuple[int, int]], room: int) -> tuple[int, 
 def _add_mediums(
     bins: list[list[tuple[int, int]]], medium: list[tuple[int, int]], capacity: int
 ) -> list[list[tuple[int, int]]]:
-    """Add to each bin, from the first on, the longest medium item that fits, and return the bins that got none."""
+    """Add the longest medium item that fits to each bin, from the first bin on. Return the bins that got none."""
     without = []
     for rows in bins:
         item = _pop_largest_fitting(medium, _room(rows, capacity))
@@ -370,7 +370,7 @@ def _add_mediums(
 
 
 def _add_small_pairs(bins: list[list[tuple[int, int]]], small: list[tuple[int, int]], capacity: int) -> None:
-    """Add to each bin, from the last on, the shortest small item and the longest small one that still fits."""
+    """Add two small items to each bin, from the last bin on: the shortest one and the longest one that still fits."""
     for rows in reversed(bins):
         room = _room(rows, capacity)
         if len(small) < 2 or small[0][0] + small[1][0] > room:
@@ -382,6 +382,6 @@ def _add_small_pairs(bins: list[list[tuple[int, int]]], small: list[tuple[int, i
 
 
 def _fill(rows: list[tuple[int, int]], rest: list[tuple[int, int]], capacity: int) -> None:
-    """Add the longest item that fits until none does."""
+    """Add the longest item that fits, repeatedly until none fits."""
     while (item := _pop_largest_fitting(rest, _room(rows, capacity))) is not None:
         rows.append(item)

@@ -1,7 +1,7 @@
-"""Decides which rows of a batch go to which data-parallel shard and in which microbatch.
+"""Decide to which data-parallel shard and to which microbatch each row of a batch goes.
 
-The policy follows the plan and decides nothing itself. Invariant: every row appears exactly once, every shard has the
-same number of non-empty microbatches (so collectives match), and equal lengths give an equal plan.
+The policy follows the plan, and decides nothing itself. Invariant: every row appears exactly once, every shard has the
+same number of non-empty microbatches (so that collectives match), and equal lengths lead to equal plans.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,23 +16,25 @@ from nemo_rl.data.packing.algorithms import PackingAlgorithm, get_packer, spread
 from nemo_rl.utils.errors import DataError
 
 SHARED_PREFIXES = "shared_prefixes"
-"""Key of a microbatch: `[b, 2]` int64, the place of each row in the order of `Prefixes`, and the tokens that it shares
-with the row before it in that order. Absent, or 0 everywhere: the rows share nothing."""
+"""Key of a microbatch for `[b, 2]` int64: the place of each row in the order of `Prefixes`, and the number of tokens
+that it shares with the row before it in this order. If the key is absent or all numbers are 0, the rows share nothing.
+"""
 
 PROMPT_GROUPS = "prompt_groups"
-"""Key of a batch: `[B]` int64, equal for the rows of one prompt; -1 for filler rows. Where it is given, only rows of
-one prompt share tokens, so that the layout of a batch does not depend on where its tokens are stored."""
+"""Key of a batch for `[B]` int64: numbers that are equal for the rows of one prompt, and -1 for filler rows. If the key
+is present, only rows of one prompt share tokens, so that the layout of a batch does not depend on where its tokens are
+stored."""
 
 
 def column_of(prefixes: Prefixes, rows: Sequence[int]) -> Tensor:
-    """Return the column `SHARED_PREFIXES` of one microbatch with these rows, `[b, 2]`."""
+    """Return the values for `SHARED_PREFIXES` `[b, 2]` of a microbatch with the given rows."""
     part = prefixes.within(rows)
     entries = {row: (place, shared) for place, (row, shared) in enumerate(zip(part.rows, part.shared, strict=True))}
     return torch.tensor([entries[row] for row in rows], dtype=torch.int64)
 
 
 def prefixes_of(column: Tensor) -> Prefixes:
-    """Read the column `SHARED_PREFIXES` of one microbatch, `[b, 2]`."""
+    """Return the tree that the values of `SHARED_PREFIXES` `[b, 2]` of a microbatch describe."""
     order = column[:, 0].argsort()
     return Prefixes(order.tolist(), column[order, 1].tolist())
 
@@ -40,10 +42,10 @@ def prefixes_of(column: Tensor) -> Prefixes:
 def divide_prefixes(
     prefixes: Prefixes, lengths: Sequence[int], most_tokens: int, most_keys: int | None = None
 ) -> Iterator[Prefixes]:
-    """Divide rows into units that share nothing with each other, or have as many tokens and keys as they may.
+    """Divide rows into units with limited numbers of tokens and keys, which share few tokens with each other.
 
-    Rows that share most stay together: where a unit becomes too large, it ends before the row that shares least with
-    the row before it. A row by itself may be larger than allowed.
+    Rows that share many tokens stay together: if a unit becomes too large, it ends before the row that shares the
+    fewest tokens with the row before it. A single row may exceed the limits.
     """
 
     def fits(part: Prefixes) -> bool:
@@ -64,7 +66,7 @@ def divide_prefixes(
 
 @dataclass(frozen=True)
 class FixedSize:
-    """`size` rows of similar length in a microbatch, to keep padding small."""
+    """Microbatches of `size` rows of similar length, which keeps padding small."""
 
     size: int
 
@@ -73,8 +75,8 @@ class FixedSize:
 class TokenBudget:
     """Dynamic batching: rows of similar length share a padded microbatch.
 
-    A microbatch of n rows costs n x (its longest row rounded up to `round_to`) tokens, and stays
-    within `max_tokens`.
+    A microbatch of n rows costs n times the length of its longest row, rounded up to `round_to`. The cost is at most
+    `max_tokens`.
     """
 
     max_tokens: int
@@ -83,11 +85,12 @@ class TokenBudget:
 
 @dataclass(frozen=True)
 class Packed:
-    """Sequence packing: the rows of a microbatch are laid end to end.
+    """Sequence packing: the rows of a microbatch are concatenated.
 
-    Each row counts with its length rounded up to `round_to`; a microbatch stays within `capacity`. Where rows share
-    tokens (`plan_prefixes`), attention keys stay within `keys_per_token` x `capacity`; `keys_per_token` is at least 2,
-    None means no limit. Microbatches come in the packer's order or, with `largest_first`, by falling length.
+    The length of each row is rounded up to `round_to`, and the sum of a microbatch is at most `capacity`. If rows share
+    tokens (`plan_prefixes`), a microbatch has at most `keys_per_token` x `capacity` attention keys. `keys_per_token` is
+    at least 2, or None for no limit. Microbatches are in the packer's order or, with `largest_first`, in the order of
+    decreasing length.
     """
 
     capacity: int
@@ -110,25 +113,25 @@ class MicrobatchPlan:
     """Rows of every microbatch of every shard."""
 
     shards: list[list[list[int]]]
-    """[shard][microbatch][row]: indices into the batch that was planned."""
+    """Indices of rows of the planned batch, as [shard][microbatch][row]."""
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches of each shard."""
+        """Number of microbatches of each shard."""
         return len(self.shards[0])
 
     def shard_rows(self, shard: int) -> list[int]:
-        """Return the rows of one shard, microbatch after microbatch."""
+        """Return the indices of the rows of one shard, in the order of its microbatches."""
         return [row for rows in self.shards[shard] for row in rows]
 
     @cached_property
     def row_order(self) -> list[int]:
-        """Rows as they come when the shards' results are concatenated."""
+        """Indices of the rows in the order of the shards' concatenated results."""
         return [row for shard in range(len(self.shards)) for row in self.shard_rows(shard)]
 
     @cached_property
     def restore_order(self) -> list[int]:
-        """Positions that restore the batch's order: `results[restore_order]`."""
+        """Indices that restore the order of the batch: `results[restore_order]`."""
         positions = [0] * len(self.row_order)
         for position, row in enumerate(self.row_order):
             positions[row] = position
@@ -141,14 +144,14 @@ def plan_microbatches(
     """Plan one global batch.
 
     Args:
-        lengths: Tokens of each row (B numbers).
-        num_shards: Data-parallel ranks.
-        strategy: Grouping of rows into microbatches; sizes and budgets count rows.
-        group_size: Consecutive rows that share a microbatch, 2 for pairs of answers.
+        lengths: Number of tokens of each of the B rows.
+        num_shards: Number of data-parallel ranks.
+        strategy: How rows are grouped into microbatches.
+        group_size: Number of consecutive rows that must be in the same microbatch, 2 for pairs of answers.
 
     Raises:
-        DataError: Rows do not divide among shards and microbatches, or a row is longer than a
-            microbatch may be (the message names rows and lengths).
+        DataError: The rows cannot be divided among shards and microbatches, or a row is longer than a microbatch may be
+            (the message names rows and lengths).
 
     Example:
         >>> plan_microbatches([5, 3, 2, 6], 2, Packed(capacity=8)).shards
@@ -187,21 +190,21 @@ def plan_microbatches(
 
 
 def plan_prefixes(prefixes: Prefixes, lengths: Sequence[int], num_shards: int, strategy: Packed) -> MicrobatchPlan:
-    """Plan rows that share tokens, which a microbatch holds once.
+    """Plan rows that share tokens. A microbatch contains shared tokens only once.
 
-    Whole trees take fewer tokens, divided trees balance the shards better. Several divisions are tried, and the plan
-    whose busiest shard has the least work is used. Attention lays out the keys of shared tokens before each of their
-    rows, and the backward pass keeps them, so a batch whose microbatches have too many keys is planned again with keys
-    as a cost.
+    Whole trees need fewer tokens, but divided trees balance the shards better. Several divisions are tried, and the
+    plan whose busiest shard has the least work is used. Attention repeats the keys of shared tokens for each row that
+    shares them, and the backward pass keeps these keys in memory. If a microbatch has too many keys, the batch is
+    therefore planned again with keys as a cost.
 
     Args:
-        prefixes: what all rows share.
-        lengths: tokens of each row.
-        num_shards: data-parallel ranks.
+        prefixes: tree of the tokens that the rows share.
+        lengths: number of tokens of each row.
+        num_shards: number of data-parallel ranks.
         strategy: how microbatches are packed.
 
     Raises:
-        DataError: as `plan_microbatches`.
+        DataError: see `plan_microbatches`.
     """
     plan = _plan_parts(prefixes, lengths, num_shards, replace(strategy, keys_per_token=None))
     most = strategy.most_keys
@@ -212,7 +215,7 @@ def plan_prefixes(prefixes: Prefixes, lengths: Sequence[int], num_shards: int, s
 
 
 def _plan_parts(prefixes: Prefixes, lengths: Sequence[int], num_shards: int, strategy: Packed) -> MicrobatchPlan:
-    """Return the best plan among several divisions of the trees, or all rows single if none is possible."""
+    """Return the best plan among several divisions of the trees. If none is possible, plan rows without sharing."""
     busiest: dict[int, MicrobatchPlan] = {}
     if not prefixes.is_flat and max(lengths) <= strategy.capacity:
         total = prefixes.tokens(lengths)
@@ -230,10 +233,10 @@ def _plan_parts(prefixes: Prefixes, lengths: Sequence[int], num_shards: int, str
 
 
 def _most_keys(prefixes: Prefixes, units: Sequence[Prefixes], lengths: Sequence[int]) -> list[int]:
-    """Return for each unit the most keys that it can add to a microbatch.
+    """Return the largest number of keys that each unit can add to a microbatch.
 
-    Next to other units of its tree, a unit may have a node that it does not have by itself: one on the path of its
-    first row. All nodes of this path are counted.
+    Together with other units of its tree, a unit may need nodes that it does not need alone. These nodes are on the
+    path of its first row, so all nodes of this path are counted.
     """
     paths = dict(zip(sorted(prefixes.rows), prefixes.paths(), strict=True))
     return [
@@ -245,7 +248,7 @@ def _most_keys(prefixes: Prefixes, units: Sequence[Prefixes], lengths: Sequence[
 
 
 def _plan_within_keys(tokens: Sequence[int], keys: Sequence[int], num_shards: int, strategy: Packed) -> MicrobatchPlan:
-    """Plan units by tokens, or by the scarcer of tokens and keys if a microbatch would have too many keys."""
+    """Plan units by tokens, or by the larger cost of tokens and keys if a microbatch would have too many keys."""
     plan = plan_microbatches(tokens, num_shards, strategy)
     most = strategy.most_keys
     batches = [batch for shard in plan.shards for batch in shard]
@@ -266,7 +269,7 @@ def _with_rows(plan: MicrobatchPlan, units: Sequence[Sequence[int]]) -> Microbat
 def _plan_groups(
     lengths: Sequence[int], num_shards: int, strategy: MicrobatchStrategy, group_size: int
 ) -> MicrobatchPlan:
-    """Plan groups as if each were one row, and replace each group by its rows."""
+    """Plan groups of rows as if each were one row, and replace each group in the plan by its rows."""
     if len(lengths) % group_size:
         raise DataError(f"{len(lengths)} rows do not divide into groups of {group_size}.")
     groups = [lengths[start : start + group_size] for start in range(0, len(lengths), group_size)]
@@ -319,7 +322,7 @@ def _longest_first(costs: Sequence[int]) -> list[int]:
 
 
 def _group_by_length(costs: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Cut the rows, longest first, into groups whose padded size stays within the budget."""
+    """Divide the rows, longest first, into groups whose padded size is within the budget."""
     groups: list[list[int]] = []
     for row in _longest_first(costs):
         if groups and costs[groups[-1][0]] * (len(groups[-1]) + 1) <= max_tokens:
@@ -330,10 +333,10 @@ def _group_by_length(costs: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def _deal(bins: list[list[int]], costs: Sequence[int], num_shards: int) -> MicrobatchPlan:
-    """Deal bins to shards, most expensive first, in rounds of alternating direction.
+    """Distribute bins among shards, most expensive first, in rounds of alternating direction.
 
-    Bins that run at the same time on different shards then cost about the same, and the first
-    microbatch needs the most memory.
+    In this way, bins that run at the same time on different shards cost about the same, and the first microbatch needs
+    the most memory.
     """
     shards: list[list[list[int]]] = [[] for _ in range(num_shards)]
     order = sorted(range(len(bins)), key=lambda i: (-costs[i], i))

@@ -1,1 +1,1 @@
-"""Streams of prompts and rows: batches epoch after epoch, and the position that a checkpoint stores."""
+"""Stream prompts and rows in batches, epoch after epoch, with a position that a checkpoint stores."""

@@ -1,8 +1,8 @@
-"""Compute the shares of data sets from the number of finished steps and from how often the policy solves each of them.
+"""Compute the shares of data sets from the number of finished steps and the policy's accuracy on each data set.
 
     weight of the phase, or of the entry ─► x closeness of the recent accuracy to the target ─► share >= min_share
 
-Invariant: shares depend only on the configuration and on the state, which changes when a step is finished.
+Invariant: shares depend only on the configuration and on the state, which changes only when a step is finished.
 """
 
 from bisect import bisect
@@ -13,10 +13,10 @@ from nemo_rl.config import AccuracyRuleConfig, CurriculumConfig, CurriculumPhase
 
 
 class MovingAverage:
-    """Average in which the weight of a value falls by the factor 1 - 1/length with each later one.
+    """Average in which each new value multiplies the weights of earlier values by 1 - 1/length.
 
     Args:
-        length: sum of the weights of very many values.
+        length: limit of the sum of all weights for many values.
     """
 
     def __init__(self, length: int) -> None:
@@ -29,12 +29,12 @@ class MovingAverage:
         return self._sum / self._weight if self._weight else None
 
     def add(self, value: float) -> None:
-        """Take a value."""
+        """Add a value."""
         self._sum = self._keeps * self._sum + value
         self._weight = self._keeps * self._weight + 1
 
     def state_dict(self) -> list[float]:
-        """Return weighted sum and weight of the values."""
+        """Return the weighted sum of the values, and the sum of their weights."""
         return [self._sum, self._weight]
 
     def load_state_dict(self, state: Sequence[float]) -> None:
@@ -43,11 +43,11 @@ class MovingAverage:
 
 
 class Curriculum:
-    """The shares of data sets, and the state that they follow from.
+    """The shares of data sets, and the state on which the shares depend.
 
     Args:
-        weights: weight of each data set, where no phase gives one.
-        config: the section `data.curriculum`; None keeps the weights.
+        weights: weight of each data set, used if the configuration has no phases.
+        config: the section `data.curriculum`, or None to use the weights as they are.
     """
 
     def __init__(self, weights: Mapping[str, float], config: CurriculumConfig | None = None) -> None:
@@ -58,7 +58,7 @@ class Curriculum:
         self._num_steps = 0
 
     def shares(self) -> dict[str, float]:
-        """Return the share of each data set in the prompts to draw next, with a sum of 1."""
+        """Return the share of each data set in the prompts to draw next. The shares sum to 1."""
         weights = self._phase_weights() if self._config.phases else self._weights
         if self._config.accuracy is None:
             return _normalised(weights)
@@ -68,8 +68,8 @@ class Curriculum:
         """Note that a step was trained on.
 
         Args:
-            step: its number, from 1.
-            rewards: for each group of the step, in order, its data set and the rewards of its samples.
+            step: number of the step, from 1.
+            rewards: name of the data set and rewards of the samples, for each group of the step in order.
         """
         self._num_steps = step
         for name, of_group in rewards:
@@ -81,18 +81,18 @@ class Curriculum:
         return sum(reward > self._rule.solved_above for reward in rewards) / len(rewards)
 
     def metrics(self) -> dict[str, float]:
-        """Return `target_share/<name>` and, where it is known, `recent_accuracy/<name>`."""
+        """Return `target_share/<name>` and, if it is known, `recent_accuracy/<name>`."""
         recent = {name: average.value for name, average in self._recent.items()}
         known = {f"recent_accuracy/{name}": value for name, value in recent.items() if value is not None}
         return {f"target_share/{name}": share for name, share in self.shares().items()} | known
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the finished steps and the moving averages."""
+        """Return the number of finished steps, and the moving averages."""
         recent = {name: average.state_dict() for name, average in self._recent.items()}
         return {"num_steps": self._num_steps, "recent": recent}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state, without an accuracy for data sets that it does not have."""
+        """Restore a state. Data sets that the state does not have begin without an accuracy."""
         self._num_steps = state["num_steps"]
         for name in self._recent.keys() & state["recent"].keys():
             self._recent[name].load_state_dict(state["recent"][name])
@@ -107,7 +107,8 @@ class Curriculum:
     def _by_accuracy(self, weights: Mapping[str, float], rule: AccuracyRuleConfig) -> dict[str, float]:
         """Multiply weights by the closeness of accuracies to the target, and give each at least `min_share`.
 
-        If no data set has any closeness, the weights stay as they are. A data set without an accuracy counts as close.
+        If no accuracy is close to the target, the weights do not change. A data set without an accuracy counts as
+        close.
         """
         farthest = max(rule.target, 1 - rule.target)
         recent = {name: self._recent[name].value for name in weights}
@@ -125,7 +126,7 @@ def _normalised(weights: Mapping[str, float]) -> dict[str, float]:
 
 
 def _between(before: CurriculumPhase, after: CurriculumPhase, step: int) -> dict[str, float]:
-    """Return weights between two phases, each of which counts by its shares, so that sums need not agree."""
+    """Interpolate between the normalised weights of two phases, so that their weights need not have equal sums."""
     done = (step - before.from_step) / (after.from_step - before.from_step)
     first, last = _normalised(before.weights), _normalised(after.weights)
     return {name: (1 - done) * first[name] + done * last[name] for name in first}

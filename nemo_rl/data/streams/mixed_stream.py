@@ -1,6 +1,6 @@
-"""Batches of prompts for training: all rows shuffled together, or data sets by their shares.
+"""Stream batches of prompts for training, either from all rows shuffled together or from data sets by their shares.
 
-Each data set of a mixture has its share, its own order and its own epochs. Shares divide a batch without random
+Each data set of a mixture has its own share, order and epochs. Batches are divided by the shares without random
 numbers.
 """
 
@@ -37,25 +37,25 @@ _ROUNDING = 1e-9
 
 
 class Division:
-    """Divides batches, and owes each data set the fraction of a prompt that earlier batches have not given.
+    """Divides batches among data sets, and remembers the fraction of a prompt that each data set is still owed.
 
-    A batch takes the whole prompts of each part. Those that are left go to the data sets that would be owed a whole
-    prompt soonest if they got none: the earliest deadline first, as for periodic tasks on several processors (Baruah
-    et al., "Proportionate progress", 1996).
+    Each data set gets the integer part of its share of a batch. The remaining prompts go to the data sets that would
+    otherwise be the first to be owed a whole prompt. This is the rule of the earliest deadline, as for periodic tasks
+    on several processors (Baruah et al., "Proportionate progress", 1996).
 
     Args:
-        names: the data sets.
+        names: names of the data sets.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         self._owed = dict.fromkeys(names, 0.0)
 
     def next_counts(self, size: int, shares: Mapping[str, float]) -> dict[str, int]:
-        """Return how many prompts of the next batch are from each data set.
+        """Return the number of prompts of the next batch that come from each data set.
 
         Args:
-            size: prompts of the batch.
-            shares: share of each data set; they sum to 1.
+            size: number of prompts of the batch.
+            shares: share of each data set. The shares sum to 1.
         """
         parts = {name: size * share for name, share in shares.items()}
         counts = {name: math.floor(part + _ROUNDING) for name, part in parts.items()}
@@ -70,11 +70,11 @@ class Division:
         return counts
 
     def state_dict(self) -> dict[str, float]:
-        """Return the prompts that each data set is owed."""
+        """Return the fraction of a prompt that each data set is owed."""
         return dict(self._owed)
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore a state, which owes nothing to data sets that it does not have."""
+        """Restore a state. Data sets that the state does not have are owed nothing."""
         self._owed = {name: state.get(name, 0.0) for name in self._owed}
 
 
@@ -85,12 +85,12 @@ def evenly_spread(counts: Mapping[str, int]) -> list[str]:
 
 
 class DataSetRows:
-    """Draws the rows of a data set, each once per epoch.
+    """Draws the rows of a data set, each row once in an epoch.
 
     Invariant: the order of an epoch depends on the run's seed, the name and the epoch, and not on other data sets.
 
     Args:
-        rows: its rows in the data of all sets.
+        rows: indices of the data set's rows among the rows of all data sets.
         shuffle: whether each epoch has a new order.
     """
 
@@ -101,11 +101,11 @@ class DataSetRows:
 
     @property
     def epochs(self) -> float:
-        """Passes over the rows so far, with the part of the running one."""
+        """The number of passes over the rows so far, including the finished fraction of the current one."""
         return self._epoch + self._num_done / len(self.rows)
 
     def draw(self) -> PromptPosition:
-        """Return the next row, with the epoch of this data set."""
+        """Return the position of the next row, with the epoch of this data set."""
         row = self.rows[self._sampler.order(self._epoch)[self._num_done]]
         position = PromptPosition(self._epoch, row)
         self._num_done += 1
@@ -114,11 +114,11 @@ class DataSetRows:
         return position
 
     def state_dict(self) -> dict[str, int]:
-        """Return finished epochs, rows drawn in the running one, and rows of an epoch."""
+        """Return the number of finished epochs, of rows drawn in the current epoch, and of rows of an epoch."""
         return {"epoch": self._epoch, "num_done": self._num_done, "num_rows": len(self.rows)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the rows of a state, or at the next epoch if there are fewer rows."""
+        """Continue after the rows of a state, or with the next epoch if the data set has too few rows."""
         self._epoch, self._num_done = state["epoch"], state["num_done"]
         if self._num_done >= len(self.rows):
             self._epoch, self._num_done = self._epoch + 1, 0
@@ -128,18 +128,18 @@ logger = logging.getLogger(__name__)
 
 
 class MixedPromptStream:
-    """Batches of several data sets by their shares, as a `prompt_stream.Prompts` for one thread.
+    """Batches of several data sets by their shares. The class implements `prompt_stream.Prompts`, for one thread.
 
-    An epoch of the stream is as many prompts as all data sets have rows, in whole batches. Prompts are prepared in this
-    process when they are handed out, because the shares of later batches are not known before.
+    An epoch of the stream has as many prompts as all data sets have rows, rounded down to complete batches. Prompts are
+    prepared in this process when they are returned, because the shares of later batches are not known earlier.
 
     Args:
         dataset: the rows of all data sets, with their names.
         shuffle: whether each epoch of a data set has a new order.
-        max_epochs: epochs of the stream before it ends.
-        collate_fn: joins data into a batch.
-        max_bad_row_share: share of rows that one epoch may find unusable.
-        accept_changes: load positions that belong to other data, batch sizes or orders.
+        max_epochs: number of epochs after which the stream ends.
+        collate_fn: function that joins data into a batch.
+        max_bad_row_share: largest share of unusable rows in an epoch.
+        accept_changes: whether to load positions that belong to other data, batch sizes or orders.
 
     Raises:
         DataError: there are fewer rows than one batch.
@@ -166,7 +166,7 @@ class MixedPromptStream:
         self._collate_fn = collate_fn
         self._accept_changes = accept_changes
         self.batches_per_epoch = len(dataset) // batch_size
-        """Batches of one epoch of the stream."""
+        """Number of batches in one epoch of the stream."""
         if not self.batches_per_epoch:
             raise DataError(
                 f"the data sets have {len(dataset)} rows together, fewer than one batch of {batch_size} prompts. "
@@ -177,18 +177,18 @@ class MixedPromptStream:
         self._division = Division(list(self._data_sets))
         self._faults = RowFaults(dataset, len(dataset), max_bad_row_share)
         self._num_batches = 0
-        """Batches that were drawn."""
+        """Number of batches that were drawn."""
         self._outstanding: dict[PromptPosition, None] = {}
-        """Drawn prompts that were not acknowledged, in the order they were drawn."""
+        """Prompts that were drawn but not acknowledged, in the order in which they were drawn."""
         self._waiting: dict[PromptPosition, None] = {}
-        """Outstanding prompts that were not handed out."""
+        """Outstanding prompts that were not yet returned."""
         self._restored: frozenset[PromptPosition] = frozenset()
-        """Prompts that an earlier process has drawn, and whose faults it has reported."""
+        """Prompts that an earlier process has drawn, and whose faults that process has reported."""
         self._parts = StoredParts()
 
     @property
     def epoch(self) -> int:
-        """Finished epochs of the stream."""
+        """Number of finished epochs of the stream."""
         return self._num_batches // self.batches_per_epoch
 
     def next_batch(self) -> PromptBatch:
@@ -221,9 +221,10 @@ class MixedPromptStream:
     def metrics(self, rewards: GroupRewards) -> dict[str, float]:
         """See `Prompts.metrics`.
 
-        For each data set: `share/<name>`, of the prompts of the step; `target_share/<name>`, by the rule before it;
-        `epochs/<name>`, passes over its rows; `recent_accuracy/<name>`, the moving average before the step; and where
-        the step has rewards of it, `accuracy/<name>` and `reward/<name>`, the share of solved samples and the mean.
+        Each data set has `share/<name>` (its share of the step's prompts), `target_share/<name>` (the share before the
+        step, by the rule), `epochs/<name>` (the number of passes over its rows) and `recent_accuracy/<name>` (the
+        moving average before the step). If the step has rewards of the data set, it also has `accuracy/<name>` (the
+        share of solved samples) and `reward/<name>` (the mean reward).
         """
         prompts: dict[str, int] = dict.fromkeys(self._data_sets, 0)
         samples: dict[str, list[float]] = defaultdict(list)
@@ -257,9 +258,9 @@ class MixedPromptStream:
         return self._prepared(positions, counted={position.row for position in positions})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: the state of each data set, of the division and of the curriculum.
+        """Return the position, which consists of the states of each data set, of the division and of the curriculum.
 
-        See `unfinished_state` for the drawn prompts that are not trained on.
+        See `unfinished_state` for the part about prompts that were drawn but not trained on.
         """
         loader = {
             **self._settings,
@@ -278,8 +279,8 @@ class MixedPromptStream:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Prompts.load_state_dict`.
 
-        With `accept_changes` each data set continues after the rows that it has given, by its name; one that is new
-        begins with its first epoch.
+        With `accept_changes`, each data set continues after the rows that the data set with the same name has provided.
+        A new data set begins with its first epoch.
         """
         loader = state["loader"]
         changes = self._changes(loader)
@@ -300,7 +301,7 @@ class MixedPromptStream:
             logger.info("%d prompts that were drawn but not trained on come first.", len(self._waiting))
 
     def _draw(self) -> None:
-        """Draw a batch, and before an epoch's first batch report the last epoch's rows that did not train."""
+        """Draw a batch. Before the first batch of an epoch, report the rows of the last epoch that did not train."""
         if self._num_batches % self.batches_per_epoch == 0:
             self._faults.report()
             self._faults.begin_epoch()
@@ -339,7 +340,7 @@ class MixedPromptStream:
     def _moved(
         self, positions: Iterable[PromptPosition], stored: Mapping[str, Mapping[str, int]]
     ) -> Iterable[PromptPosition]:
-        """Yield the places of stored prompts in the data sets of this run, without prompts that are gone."""
+        """Yield the positions of stored prompts in the data sets of this run, without prompts that no longer exist."""
         starts, start = {}, 0
         for name, data_set in stored.items():
             starts[name] = range(start, start := start + data_set["num_rows"])
@@ -362,8 +363,8 @@ def training_stream(
     """Build the stream of the rows that a run trains on.
 
     Args:
-        config: sets order, shares, epochs, and the treatment of bad rows and of a position in changed data.
-        collate_fn: joins them.
+        config: configuration of the order, shares and epochs, and of how bad rows and changed data are treated.
+        collate_fn: function that joins data into a batch.
 
     Raises:
         DataError: there are fewer rows than one batch.

@@ -1,10 +1,10 @@
-"""Batches of prompts over the epochs of a loader, and the position in them that a checkpoint stores.
+"""Stream batches of prompts over the epochs of a loader, with a position that a checkpoint stores.
 
     loader ─► next_batch ─► rows and their positions ─► ... trained on ─► acknowledge(positions), in any order
 
-Invariant: the stored position is exactly the set of prompts that are not trained on yet: all prompts after a point in
-the loader's order, and those before it that were not acknowledged. A fresh stream that loads the position returns each
-of them once.
+Invariant: the stored position describes exactly the prompts that were not trained on yet. These are all prompts after a
+point in the loader's order, and the prompts before this point that were not acknowledged. A new stream that loads the
+position returns each of these prompts once.
 """
 
 import logging
@@ -20,23 +20,23 @@ from nemo_rl.utils.errors import DataError
 
 
 class StoredPart(Protocol):
-    """State that is stored with the position, such as groups that were sampled ahead of training."""
+    """State that is stored together with the position, such as groups that were sampled ahead of training."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state: tensors, plain values, and lists and dicts of them."""
+        """Return the state, which consists of tensors, plain values, and lists and dicts of these."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a stored state, with a call of `Prompts.claim` for the prompts of held groups."""
+        """Restore a stored state, and call `Prompts.claim` for the prompts whose groups are restored."""
 
 
 class StoredParts:
-    """The parts that a stream stores, by name."""
+    """The parts whose state a stream stores, by name."""
 
     def __init__(self) -> None:
         self._parts: dict[str, StoredPart] = {}
 
     def attach(self, name: str, part: StoredPart) -> None:
-        """Add a part, or replace the one of this name."""
+        """Add a part, or replace the part with the same name."""
         self._parts[name] = part
 
     def state_dict(self) -> dict[str, Any]:
@@ -44,20 +44,20 @@ class StoredParts:
         return {name: part.state_dict() for name, part in self._parts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the parts that have a stored state."""
+        """Restore each part that has a stored state."""
         for name in self._parts.keys() & state.keys():
             self._parts[name].load_state_dict(state[name])
 
 
 def unfinished_state(outstanding: Iterable[tuple[int, int]], parts: StoredParts) -> dict[str, Any]:
-    """Return the entries of a stream's state about prompts that were drawn and not trained on.
+    """Return the part of a stream's state about prompts that were drawn but not trained on.
 
     Args:
         outstanding: epoch and row of each of these prompts.
-        parts: the parts that hold their groups.
+        parts: the parts that keep the groups of these prompts.
 
     Returns:
-        `outstanding`, a list of `[epoch, row]`, and `parts`, the state of each part by its name. Empty ones are left
+        `outstanding`, a list of `[epoch, row]`, and `parts`, the state of each part by its name. Empty values are left
         out.
     """
     entries = {"outstanding": [list(position) for position in outstanding], "parts": parts.state_dict()}
@@ -68,16 +68,16 @@ logger = logging.getLogger(__name__)
 
 
 class DataExhausted(Exception):  # noqa: N818
-    """The training data has no further batch, or none with differing rewards, which ends the run normally."""
+    """Raised if the training data has no further batch, or none with differing rewards. The run then ends normally."""
 
 
 class PromptPosition(NamedTuple):
     """One prompt of one pass over the data."""
 
     epoch: int
-    """Passes that were finished before it."""
+    """Number of passes that were finished before this one."""
     row: int
-    """Its row in the data set."""
+    """Index of the prompt's row in the data set."""
 
 
 @dataclass(frozen=True)
@@ -87,68 +87,68 @@ class PromptBatch:
     rows: BatchedDataDict[Any]
     """The collated data."""
     positions: list[PromptPosition]
-    """One for each prompt, in the order of the rows. A prompt may take several rows, as a pair does."""
+    """Position of each prompt, in the order of the rows. A prompt may have several rows, as a pair has."""
 
 
 type GroupRewards = Mapping[PromptPosition, Sequence[float]]
-"""The prompts of a step in order, each with the rewards of its samples; empty where there are none."""
+"""Rewards of the samples of each prompt of a step, in order. They are empty if there are no rewards."""
 
 
 class Prompts(Protocol):
-    """Batches of prompts, epoch after epoch, and a position that a checkpoint stores. Used from one thread."""
+    """Batches of prompts, epoch after epoch, with a position that a checkpoint stores. It is used on one thread."""
 
     @property
     def epoch(self) -> int:
-        """Finished epochs."""
+        """Number of finished epochs."""
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches of one epoch."""
+        """Number of batches in one epoch."""
 
     def next_batch(self) -> PromptBatch:
         """Return the next batch.
 
-        After a stored position with unacknowledged prompts was loaded, these come first. Batches are then filled with
-        the prompts that follow, so the last batch of the run may be short.
+        If a stored position with unacknowledged prompts was loaded, these prompts come first. Batches are then filled
+        with the following prompts, so that the last batch of the run may be smaller.
 
         Raises:
             DataExhausted: all epochs are over.
         """
 
     def acknowledge(self, positions: Iterable[PromptPosition]) -> None:
-        """Mark prompts as trained on or dropped: a resumed run does not return them again.
+        """Mark prompts as trained on or dropped, so that a resumed run does not return them again.
 
         Args:
-            positions: positions that `next_batch` returned; in any order, each once.
+            positions: positions that `next_batch` returned, in any order, each only once.
 
         Raises:
             ValueError: a prompt was never returned, or was acknowledged before.
         """
 
     def finish_step(self, step: int, rewards: GroupRewards) -> None:
-        """Note that a step was trained on: the prompts that follow may depend on it.
+        """Note that a step was trained on. The following prompts may depend on the step.
 
         Args:
-            step: its number, from 1.
-            rewards: of its prompts.
+            step: number of the step, from 1.
+            rewards: rewards of the step's prompts.
         """
 
     def metrics(self, rewards: GroupRewards) -> dict[str, float]:
-        """Return metrics of the data sets of a step, before `finish_step`, or none where they are not told apart."""
+        """Return metrics of a step's data sets before `finish_step`, or none if data sets are not distinguished."""
 
     def attach(self, name: str, part: StoredPart) -> None:
         """Store and restore a part together with the position. Call this before the first step.
 
         Args:
-            part: replaces an earlier one of this name.
+            part: the part, which replaces an earlier part with the same name.
         """
 
     def claim(self, positions: Iterable[PromptPosition]) -> None:
-        """Skip prompts whose groups a part has restored, which stay unacknowledged until they are trained on.
+        """Skip prompts whose groups a part has restored. They stay unacknowledged until they are trained on.
 
         Raises:
             ValueError: a prompt was acknowledged or claimed before.
-            DataError: the data changed, and a prompt is not among those to come.
+            DataError: the data changed, and the stream will not return the prompt any more.
             DataExhausted: the data has no such prompt.
         """
 
@@ -159,14 +159,14 @@ class Prompts(Protocol):
         """Return the position."""
 
     def check_position(self, state: dict[str, Any]) -> None:
-        """Refuse a stored position in other data without changing anything.
+        """Raise an error if a stored position belongs to other data. The stream does not change.
 
         Raises:
             DataError: the position belongs to other data.
         """
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a stored position, only before the first batch.
+        """Go to a stored position. This is only possible before the first batch.
 
         Raises:
             DataError: the position, or a group that a part restores, belongs to other data.
@@ -174,11 +174,11 @@ class Prompts(Protocol):
 
 
 class PromptStream:
-    """Batches of the epochs of one loader, which shuffles all rows together, as a `Prompts`.
+    """Batches of the epochs of one loader, which shuffles all rows together. The class implements `Prompts`.
 
     Args:
-        loader: one pass over it is an epoch.
-        max_epochs: passes before the stream ends.
+        loader: loader, of which one pass is an epoch.
+        max_epochs: number of passes after which the stream ends.
     """
 
     def __init__(self, loader: PromptLoader, max_epochs: int):
@@ -187,25 +187,25 @@ class PromptStream:
         self._iterator: Any = None
         self._position = self._drawn_to()
         self._outstanding: dict[PromptPosition, None] = {}
-        """Prompts before `_position` that were not acknowledged, in the order they were drawn."""
+        """Prompts before `_position` that were not acknowledged, in the order in which they were drawn."""
         self._untouched: deque[tuple[dict[str, Any], list[PromptPosition]]] = deque()
-        """Batches drawn after `_position`, none of whose prompts was acknowledged, each with the position after it."""
+        """Batches drawn after `_position` without acknowledged prompts, each with the position after the batch."""
         self._first: dict[PromptPosition, None] = {}
         """Prompts to return before the next batch of the loader, in this order. They are not prepared yet."""
         self._restored: frozenset[PromptPosition] = frozenset()
-        """Prompts that an earlier process has drawn, and whose faults it has reported."""
+        """Prompts that an earlier process has drawn, and whose faults that process has reported."""
         self._changes: list[str] = []
         """Changes of the data since the loaded position was stored."""
         self._parts = StoredParts()
 
     @property
     def epoch(self) -> int:
-        """Finished passes."""
+        """Number of finished passes."""
         return self._loader.epoch
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches of one pass."""
+        """Number of batches in one pass."""
         return len(self._loader)
 
     def next_batch(self) -> PromptBatch:
@@ -234,7 +234,7 @@ class PromptStream:
             del self._outstanding[position]
 
     def finish_step(self, step: int, rewards: GroupRewards) -> None:
-        """See `Prompts.finish_step`: the order is fixed."""
+        """Do nothing, because the order of the prompts is fixed. See `Prompts.finish_step`."""
 
     def metrics(self, rewards: GroupRewards) -> dict[str, float]:
         """See `Prompts.metrics`."""
@@ -260,9 +260,9 @@ class PromptStream:
         return PromptBatch(self._loader.prepare(rows, counted=set(rows)), list(positions))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: epoch, the loader's state, and the prompts before it that are not trained on.
+        """Return the position: the epoch, the loader's state, and the earlier prompts that were not trained on.
 
-        See `unfinished_state` for these.
+        See `unfinished_state` for the part about these prompts.
         """
         return self._position | unfinished_state(self._outstanding, self._parts)
 
@@ -291,7 +291,7 @@ class PromptStream:
         return self._loader.batch_size
 
     def _full_batch(self) -> PromptBatch | None:
-        """Return the loader's next batch, or None if this pass has no full one."""
+        """Return the loader's next batch, or None if this pass has no further full batch."""
         if self._iterator is None:
             self._iterator = iter(self._loader)
         rows = next(self._iterator, None)
@@ -301,7 +301,7 @@ class PromptStream:
         return PromptBatch(rows, self._note_drawn(self._loader.last_rows))
 
     def _take(self, num_prompts: int) -> None:
-        """Draw prompts, at most a batch, without preparing them, and go to the next pass after the end of one."""
+        """Draw up to `num_prompts` prompts without preparing them, or none if the pass ends and the next one begins."""
         epoch = self.epoch
         self._iterator = None
         rows = self._loader.take(num_prompts)
@@ -309,7 +309,7 @@ class PromptStream:
             self._first |= dict.fromkeys(self._note_drawn(rows))
 
     def _first_batch(self) -> PromptBatch:
-        """Prepare the prompts that come first."""
+        """Prepare and return the next of the prompts that come before the loader's batches."""
         taken = list(islice(self._first, self._batch_size))
         for position in taken:
             del self._first[position]
@@ -317,14 +317,14 @@ class PromptStream:
         return PromptBatch(self._loader.prepare([position.row for position in taken], counted), taken)
 
     def _note_drawn(self, rows: list[int]) -> list[PromptPosition]:
-        """Return the positions of rows just drawn. If they begin another batch of the pass, note all of it as drawn."""
+        """Return the positions of rows just drawn. If they begin a new batch, note the whole batch as drawn."""
         after = self._drawn_to()
         if after != (self._untouched[-1][0] if self._untouched else self._position):
             self._untouched.append((after, [PromptPosition(self.epoch, row) for row in self._loader.current_batch]))
         return [PromptPosition(self.epoch, row) for row in rows]
 
     def _not_to_come(self, position: PromptPosition) -> Exception:
-        """Return the error of a claim for a prompt that is not among those to come."""
+        """Return the error for the claim of a prompt that the stream will not return any more."""
         if self._changes:
             return DataError(
                 f"The checkpoint has sampled responses to row {position.row} of epoch {position.epoch}, which is not "
@@ -340,7 +340,7 @@ class PromptStream:
         )
 
     def _move_after(self, position: PromptPosition) -> None:
-        """Move the stored point after the batch of a prompt, so that all prompts before it become outstanding."""
+        """Move the stored position after the batch of a prompt, so that all prompts before it become outstanding."""
         if not any(position in drawn for _, drawn in self._untouched):
             raise ValueError(
                 f"Row {position.row} of epoch {position.epoch} was acknowledged, but it was never drawn, or was "

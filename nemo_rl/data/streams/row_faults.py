@@ -1,4 +1,4 @@
-"""Count and report the rows that are drawn for training and do not train, because they are too long or unusable."""
+"""Count and report the rows that were drawn for training but do not train, because they are too long or unusable."""
 
 import logging
 from collections.abc import Collection
@@ -15,11 +15,11 @@ class RowFaults:
 
     Args:
         dataset: Data with `place(i)`.
-        num_rows: Rows of an epoch.
-        max_bad_row_share: Share of rows that one epoch may find unusable.
+        num_rows: Number of rows of an epoch.
+        max_bad_row_share: Largest share of unusable rows in an epoch.
 
     Attributes:
-        num_over_long: Number of too long prompts so far.
+        num_over_long: Number of prompts so far that were too long.
         num_unusable: Number of rows so far that could not be rendered or encoded.
     """
 
@@ -29,17 +29,17 @@ class RowFaults:
         self._num_rows = num_rows
         self._max_bad_row_share = max_bad_row_share
         self._before = (0, 0)
-        """`num_over_long` and `num_unusable` before this epoch."""
+        """Values of `num_over_long` and `num_unusable` before this epoch."""
 
     def note(self, batch: Any, counted: Collection[int] = ()) -> None:
         """Report the rows of a batch that do not train, and remove their faults from the batch.
 
         Args:
             batch: A collated batch.
-            counted: Rows that an earlier process has reported, if they cannot be used.
+            counted: Indices of rows that an earlier process has already reported if they cannot be used.
 
         Raises:
-            DataError: The rows of this epoch that cannot be used are too many.
+            DataError: Too many rows of this epoch cannot be used.
         """
         if "loss_multiplier" not in batch:
             return
@@ -58,11 +58,11 @@ class RowFaults:
         self._check_share()
 
     def begin_epoch(self) -> None:
-        """Count an epoch from here."""
+        """Begin to count the rows of a new epoch."""
         self._before = self.num_over_long, self.num_unusable
 
     def report(self) -> None:
-        """Log how many rows of this epoch did not train."""
+        """Log the number of rows of this epoch that did not train."""
         over_long, unusable = self._before
         if self.num_over_long > over_long:
             logger.warning(

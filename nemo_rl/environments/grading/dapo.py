@@ -1,9 +1,9 @@
-r"""Compare final answers as normalised text, the rule that DAPO was trained with.
+r"""Compare final answers as normalised text, by the rule that DAPO was trained with.
 
-The final answer is the text in the last `\boxed{...}` or after the last `Answer:`, whichever comes later (DAPO,
-arXiv 2503.14476, section 4). Cheap and deterministic, no algebra; two spellings of one number are equal only if
-normalisation makes them so. Invariant: answers of different value have different normal forms, so that votes by normal
-form never merge them.
+The final answer is the text in the last `\boxed{...}` or after the last `Answer:`, whichever comes later (DAPO, arXiv
+2503.14476, section 4). The comparison is cheap and deterministic. It uses no algebra, so two spellings of a number are
+equal only if normalisation makes them equal. Invariant: answers of different value have different normal forms, so a
+majority vote over normal forms never merges them.
 """
 
 import re
@@ -14,7 +14,7 @@ from nemo_rl.environments.grading.final_answer import last_boxed, last_match
 from nemo_rl.environments.grading.grade import VerifierResult, require_final_answer
 
 MAX_CHARS = 4000
-"""Longest answer that is normalised."""
+"""Length in characters of the longest answer that is normalised."""
 
 _ANSWER_LINE = re.compile(r"answer\**\s*:\**[ \t]*([^\n]+)", re.IGNORECASE)
 _THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?![\d,]| \d)")
@@ -31,7 +31,7 @@ def verify_final_answer(response: str, ground_truth: str) -> VerifierResult:
     """Compare the final answer of a response with the ground truth as normalised text.
 
     Returns:
-        Reward 1.0 if equal, else 0.0; 0.0 also if the response states no final answer.
+        Reward 1.0 if the answers are equal, or 0.0 if they differ or the response states no final answer.
 
     Raises:
         ValueError: The ground truth is no final answer.
@@ -53,7 +53,7 @@ def final_answer(response: str) -> str | None:
 
 
 def normalize_answer(answer: str) -> str:
-    r"""Strip what does not change the meaning of a short LaTeX answer.
+    r"""Remove the parts of a short LaTeX answer that do not change its meaning.
 
     Example:
         >>> normalize_answer("\\$1,234.00\\text{ dollars}.")
@@ -74,7 +74,7 @@ def _normal_form(answer: str, without_units: Callable[[str], str]) -> str:
 
 
 def _is_equal(truth: str, answer: str) -> bool:
-    """Compare normal forms, where one side may leave out a unit or the name before an equals sign."""
+    """Compare normal forms. One of the two may leave out a unit or the name before an equals sign."""
     forms = [normalize_answer(text) for text in (truth, answer)]
     numbers = [_normal_form(text, _without_unit) for text in (truth, answer)]
     with_units = [_normal_form(text, str) for text in (truth, answer)]
@@ -90,7 +90,7 @@ def _equal_but_for_a_name(truth: str, answer: str) -> bool:
 
 
 def _without_name(text: str) -> str:
-    """Return the text after "x=" in a text with one equation."""
+    """Return the text after "x=" if the text is a single equation, or the text itself."""
     sides = split_top(text, "=")
     is_one = len(sides) == 2 and len(split_top(text, ",;")) == 1 and _NAME.fullmatch(sides[0])
     return sides[1] if is_one else text

@@ -3,7 +3,7 @@
     boxes ─► the last one, or all that are listed next to each other
     no box ─► what follows "answer is" or "Answer:" ─► the last mathematics between delimiters ─► the last number
 
-Invariant: no pattern is tried from more than one place of the same run of characters, so no response is slow to read.
+Invariant: a pattern is tried at one position only of a run of similar characters, so that no response takes long.
 """
 
 import re
@@ -33,26 +33,26 @@ _STATEMENT_CHARS = 1000
 _MATH_CHARS = 2000
 _TRIES = 20
 _TAIL_CHARS = 5000
-"""Characters of the end of a response in which an answer without a box is searched."""
+"""Number of characters at the end of a response in which an answer without a box is searched."""
 
 
 class Box(NamedTuple):
-    """A box with balanced braces. Boxes can be nested thousands of times, so that none holds a copy of its text."""
+    """A box with balanced braces. It holds no copy of its text, because boxes can be nested thousands of times."""
 
     start: int
     """Position of its backslash."""
     end: int
     """Position after its last brace."""
     text: str
-    """The text that the box is in."""
+    """Text that contains the box."""
     first: int
-    """Position of what it holds, after white space."""
+    """Position of the first character of the content, after white space."""
     last: int
-    """Position after what it holds, before white space."""
+    """Position after the last character of the content, before white space."""
 
     @property
     def content(self) -> str:
-        """The text inside, stripped."""
+        """The stripped text inside the box."""
         return self.text[self.first : self.last]
 
 
@@ -94,7 +94,7 @@ def last_boxed(text: str) -> str | None:
 def final_answer(response: str) -> str | None:
     """Return the text of the final answer, or None if the response states none.
 
-    Boxes that follow each other with nothing but a comma, "and" or "or" between them are one answer, a list.
+    Boxes with nothing but a comma, "and" or "or" between them are one answer, which is a list.
     """
     boxes = _outer(find_boxes(response))
     if boxes:
@@ -106,13 +106,13 @@ def final_answer(response: str) -> str | None:
 
 
 def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    """Return the last match of a pattern."""
+    """Return the last match of a pattern, or None if there is none."""
     matches = deque(pattern.finditer(text), maxlen=1)
     return matches[0] if matches else None
 
 
 def _outer(boxes: list[Box]) -> list[Box]:
-    """Leave out boxes inside other boxes, and give a box the content of its innermost last box."""
+    """Remove boxes inside other boxes. An outer box gets the content of the innermost last box in it."""
     outer: list[Box] = []
     for box in boxes:
         if outer and box.end <= outer[-1].end:
@@ -134,7 +134,7 @@ def _listed(response: str, boxes: list[Box]) -> str:
 
 
 def _stated(response: str) -> str | None:
-    """Return the text after the last "answer is" or "Answer:", or None if it is words and values follow later."""
+    """Return the text after the last "answer is" or "Answer:", or None if that text names no value."""
     found = last_match(_STATED, response)
     if found is None:
         return None
@@ -159,7 +159,7 @@ def _stated(response: str) -> str | None:
 
 
 def _whole_expression(sentence: str, number: re.Match[str]) -> str:
-    """Return a sentence that is short, or only its number."""
+    """Return the sentence if its number is followed by little text, or only the number."""
     return sentence if len(sentence) - number.end() < 30 and "," not in sentence[number.end() :] else number[0].strip()
 
 
@@ -184,7 +184,7 @@ def _last_pair(response: str, opening: str, closing: str) -> Iterator[tuple[int,
 
 
 def _is_mathematics(content: str, closing: str, after: str) -> bool:
-    """Return whether a pair of dollar signs is not two prices."""
+    """Return whether a text between delimiters is mathematics, not the text between two prices with dollar signs."""
     return closing != "$" or not (content[-1].isspace() or after.isdigit() or "\n" in content)
 
 
@@ -199,15 +199,14 @@ _RIVAL_ANCHOR = re.compile(r"I hope", re.IGNORECASE)
 
 
 def grade_plain_number(response: str, ground_truth: str) -> VerifierResult | None:
-    r"""Grade by exact comparison where truth and the only boxed answer are plain numbers.
+    r"""Grade a response exactly if the ground truth and the only boxed answer are plain numbers.
 
-    A plain number has at most 15 digits before the point and 6 after it, no separators, units or
-    leading zeros; there the rule for decimals is exact equality too. An answer with several
-    boxes, or with the phrase "I hope" (which may follow another final answer), is left to the
-    full verifier.
+    A plain number has at most 15 digits before the point and 6 after it, no separators, units or leading zeros; for
+    such numbers the rule for decimals is exact equality too. The full verifier grades a response with several boxes, or
+    with the phrase "I hope" (which may follow another final answer).
 
     Returns:
-        The result, or None if this answer needs the full verifier.
+        The result, or None if this response needs the full verifier.
     """
     truth = ground_truth.strip()
     if _PLAIN_NUMBER.fullmatch(truth) is None or response.count("\\boxed") != 1 or _ANOTHER_BOX.search(response):

@@ -1,7 +1,7 @@
 """The result of a verifier for one answer, and the names of verifiers.
 
-Both sides of the pipe between `pool` (environment actor) and `worker_main` (grading process) use it. Invariant: an
-answer that could not be graded has no reward, only the reason.
+Both ends of the pipe between `pool` (in the environment's actor) and `worker_main` (the grading process) use this
+module. Invariant: an answer that could not be graded has no reward, only the reason.
 """
 
 import re
@@ -30,22 +30,22 @@ class Grade:
     """The outcome of grading: exactly one of `verified` and `error` is set."""
 
     verified: VerifierResult | None = None
-    """The judgement, if there is one."""
+    """The judgement, or None if there is an error."""
     error: str | None = None
-    """Reason why there is none: the verifier raised, exceeded its deadline or died."""
+    """Reason why there is no judgement: the verifier raised, exceeded its deadline or died."""
 
 
 Verifier = Callable[..., VerifierResult]
-"""`verify(response, ground_truth) -> VerifierResult`; raises when it cannot judge.
+"""Function `verify(response, ground_truth) -> VerifierResult`, which raises if it cannot judge the response.
 
 A verifier with an argument `prompt` is also given the end of the text before the response, or None if it is not known.
 """
 
 PROMPT_CHARS = 200
-"""Characters of the end of a prompt that a verifier gets."""
+"""Number of characters from the end of a prompt that a verifier gets."""
 
 SOLUTION_MARK = "####"
-"""Stands before the final answer in the solutions of GSM8K."""
+"""Mark before the final answer in the solutions of GSM8K."""
 
 _MOST_WORDS = 30
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
@@ -59,14 +59,14 @@ VERIFIERS: dict[str, str] = {
     "english_multichoice": f"{_HERE}.multichoice.verify_english",
     "multilingual_multichoice": f"{_HERE}.multichoice.verify_multilingual",
 }
-"""Verifier name -> dotted path of its function, imported in the grading process only."""
+"""Dotted path of each verifier's function by the verifier's name. Only the grading process imports the function."""
 
 
 def require_final_answer(ground_truth: str) -> None:
     """Refuse a ground truth that no final answer can equal, such as a whole solution.
 
     Raises:
-        ValueError: It has no text, a solution's mark "####", or more than 30 words.
+        ValueError: The ground truth has no text, contains the mark "####" of a solution, or has more than 30 words.
     """
     if not ground_truth.strip():
         raise ValueError(f"there is no expression in the ground truth {ground_truth!r}")

@@ -1,8 +1,8 @@
-r"""Compare the final answer of a response with the ground truth as a mathematician does, `\boxed` first.
+r"""Compare the final answer of a response with the ground truth mathematically. Boxed answers come first.
 
-This runs in a grading process only, because it imports sympy and a comparison may never end. The pool's deadlines
-replace math-verify's own `signal.alarm` ones. Invariant: an answer that cannot be compared raises; its reward is never
-0.
+This module runs only in a grading process, because it imports sympy and a comparison may never end. The deadlines of
+the pool replace the `signal.alarm` deadlines of math-verify. Invariant: an answer that cannot be compared raises an
+error, and never gets a reward of 0.
 """
 
 import re
@@ -37,7 +37,7 @@ def verify_math(response: str, ground_truth: str) -> VerifierResult:
 
 
 def verify_math_components(response: str, ground_truth: str, prompt: str | None = None) -> VerifierResult:
-    """Judge correctness, an integer answer and the format as separate reward components.
+    """Judge three things as separate reward components: correctness, whether the answer is an integer, and the format.
 
     The final answer is searched in the last `<answer>...</answer>` block, or in the whole
     response if there is none.
@@ -45,8 +45,8 @@ def verify_math_components(response: str, ground_truth: str, prompt: str | None 
     Args:
         response: The model's whole answer.
         ground_truth: As in `verify_math`.
-        prompt: The text before the response, or its end, which may open the thinking. If it is
-            None, it is not known whether the prompt has opened it, and both formats are right.
+        prompt: The text before the response, or the end of that text, which may contain the opening `<think>`. If it is
+            None, responses with and without the opening `<think>` have the right format.
 
     Returns:
         Rewards of 1.0 or 0.0: `reward/correctness` as `verify_math`; `reward/integer` if the
@@ -69,7 +69,7 @@ def verify_math_components(response: str, ground_truth: str, prompt: str | None 
 
 
 def _thinking_of_prompt(prompt: str) -> str:
-    """Return the tags with which a prompt ends: an open `<think>`, an empty block of thinking, or nothing."""
+    """Return the thinking tags that end a prompt: an open `<think>`, an empty block of thinking, or "" for none."""
     text = prompt.rstrip()
     if text.endswith("<think>"):
         return "<think>"

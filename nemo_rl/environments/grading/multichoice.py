@@ -1,7 +1,7 @@
-"""Grade multiple choice by the letter after the last "Answer:", in English or in any of 15 languages.
+"""Grade multiple choice by the letter after the last "Answer:" (or the answer word of one of 15 languages).
 
-Letters may be Latin (also full-width), Arabic or Bengali; all are compared as Latin. An answer without a letter after
-an answer word is wrong, not an error.
+Letters may be Latin (also full-width), Arabic or Bengali; all letters are compared as Latin. An answer without a letter
+after an answer word is wrong, not an error.
 """
 
 import re
@@ -59,7 +59,7 @@ def verify_multilingual(response: str, ground_truth: str) -> VerifierResult:
 
 
 def _compare(pattern: re.Pattern[str], response: str, ground_truth: str) -> VerifierResult:
-    """Reward 1.0 if the last letter found equals the ground truth's."""
+    """Return reward 1.0 if the last letter that the pattern finds equals the ground truth's letter, or else 0.0."""
     letters = pattern.findall(response)
     if not letters:
         return VerifierResult(0.0, None)

@@ -1,17 +1,18 @@
 """Grade answers in a pool of processes that can be killed, with a deadline for each answer.
 
-The pool runs in the environment's actor. Invariant: `grade` returns one `Grade` for each answer, in order; an answer
-whose grading raised, hung or crashed its process repeatedly has the reason as its error, never a reward of 0.
+The pool runs in the environment's actor. Invariant: `grade` returns one `Grade` for each answer, in order. If the
+grading of an answer raised, hung, or crashed its process repeatedly, its `Grade` has the reason as its error, never a
+reward of 0.
 
     grade() ──jobs──► queue ──► thread 1 ─pipe─► grading process 1
        ▲                   └──► thread n ─pipe─► grading process n      n <= num_workers
        └──futures──────────────────┘
 
-A thread owns its process and waits for each reply until the deadline; after that it kills the process and
-starts another. An answer whose process died goes back to the end of the queue until three processes have died
-during it: either the answer crashes them, or the machine was short of memory. `grade` waits on futures and adds
-one thread at a time while jobs are queued. Every wait is bounded: by the answer deadline, the start deadline, or
-(idle threads) by `close`.
+A thread owns its process and waits for each reply until the deadline; after that it kills the process and starts
+another. An answer whose process died goes back to the end of the queue, because the machine may have been short of
+memory. After three deaths the answer counts as their cause and gets an error. `grade` waits on futures and adds one
+thread at a time while jobs are queued. Every wait is bounded: by the answer deadline, the start deadline, or (idle
+threads) by `close`.
 """
 
 import contextlib
@@ -38,10 +39,10 @@ _READ_SIZE = 65536
 
 
 class GradingProcess:
-    """A running `worker_main` with its pipes. Not thread-safe: one owner, one request at a time.
+    """A running `worker_main` with its pipes. Only its owner may use it, for one request at a time.
 
-    The kernel kills the process when the thread that constructed this object ends, so that thread
-    must run as long as the process is needed.
+    The kernel kills the process when the thread that constructed this object ends. The thread must therefore run as
+    long as the process is needed.
     """
 
     def __init__(self, verifier: str, memory_limit_mb: int) -> None:
@@ -70,7 +71,7 @@ class GradingProcess:
         """Wait until the verifier is imported.
 
         Raises:
-            DeadlineExceededError: It took longer than `timeout_s`.
+            DeadlineExceededError: The import took longer than `timeout_s`.
             WorkerDiedError: The verifier cannot be imported, or the process died.
         """
         greeting = self._read_reply(timeout_s, "starting")
@@ -81,8 +82,9 @@ class GradingProcess:
         """Send one answer and return the reply of `worker_main`.
 
         Raises:
-            DeadlineExceededError: No reply within `timeout_s`; kill this process.
-            WorkerDiedError: The process died, was stopped or wrote an unreadable reply; kill this process.
+            DeadlineExceededError: No reply came within `timeout_s`. The caller must kill this process.
+            WorkerDiedError: The process died, was stopped or sent an unreadable reply. The caller must kill this
+                process.
         """
         request = json.dumps({"response": response, "ground_truth": ground_truth, "prompt": prompt}) + "\n"
         assert self._process.stdin is not None
@@ -94,7 +96,7 @@ class GradingProcess:
         return self._read_reply(timeout_s, "grading")
 
     def interrupt(self) -> None:
-        """Kill the process from another thread: a wait in `ask` ends with WorkerDiedError."""
+        """Kill the process from another thread. A wait in `ask` then ends with WorkerDiedError."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -141,7 +143,7 @@ logger = logging.getLogger(__name__)
 
 _DEATHS_BEFORE_BLAME = 3
 _BACKLOG_INTERVAL_S = 0.05
-"""Seconds that `grade` waits for an answer before it may start another process."""
+"""Time in seconds that `grade` waits for an answer before it may start another process."""
 
 
 @dataclass
@@ -157,11 +159,11 @@ class GradingPool:
     """A pool that grades answers in at most `num_workers` processes. Thread-safe.
 
     Args:
-        verifier: Name or dotted path, see `load_verifier`.
-        num_workers: Most processes; they are started one by one while answers are queued.
+        verifier: Name or dotted path of the verifier; see `load_verifier`.
+        num_workers: Largest number of processes, which are started one by one while answers are queued.
         timeout_s: Deadline of one answer, from the moment a process takes it.
         start_timeout_s: Deadline of a process start.
-        memory_limit_mb: Address space of one process; beyond it the verifier gets a MemoryError.
+        memory_limit_mb: Largest address space of one process in MB. A verifier that needs more gets a MemoryError.
     """
 
     def __init__(
@@ -200,8 +202,8 @@ class GradingPool:
         """Grade (response, ground truth) pairs, and block until each has an outcome.
 
         Args:
-            answers: The pairs.
-            prompts: The text before each response, for verifiers that read it; None if it is not known.
+            answers: Pairs of a response and its ground truth.
+            prompts: The text before each response, for verifiers that read it, or None if the prompts are not known.
 
         Raises:
             WorkerDiedError: The pool is closed.
@@ -250,7 +252,7 @@ class GradingPool:
         thread.start()
 
     def _serve(self) -> None:
-        """Run a thread: grade answers one after another, and replace the process when necessary."""
+        """Grade answers one after another on a thread of the pool, and replace the thread's process when necessary."""
         process, problem = self._start_process()
         with self._lock:
             self._num_starting -= 1
@@ -272,7 +274,7 @@ class GradingPool:
             self._end_process(process)
 
     def _grade_one(self, process: GradingProcess, job: _Job) -> tuple[Grade | None, bool]:
-        """Return the outcome (None: try again), and whether the process can be used again."""
+        """Return the outcome, or None if the answer must be graded again, and whether the process can still be used."""
         try:
             reply = process.ask(job.response, job.ground_truth, self.timeout_s, job.prompt)
         except (DeadlineExceededError, WorkerDiedError) as error:

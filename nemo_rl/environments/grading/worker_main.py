@@ -1,8 +1,8 @@
 """Run a grading process, which reads answers as JSON lines and writes results as JSON lines.
 
-`process.GradingProcess` starts it as `python -m nemo_rl.environments.grading.worker_main`. It has no deadline; the
-process that waits for it kills it. Invariant: it ends when its parent ends, for whatever reason, and every request gets
-one line back, a result or an error.
+`pool.GradingProcess` starts this process as `python -m nemo_rl.environments.grading.worker_main`. It has no deadline of
+its own: the process that waits for its reply kills it. Invariant: the grading process ends when its parent ends, for
+whatever reason, and it answers each request with one line, which is a result or an error.
 
     request   {"response": str, "ground_truth": str, "prompt": str | null}
     reply     {"reward": float | {name: float}, "extracted_answer": str | null} | {"error": str}
@@ -23,7 +23,7 @@ _MAX_ERROR_CHARS = 1000
 
 
 def main(verifier_name: str, parent_pid: int, memory_limit_mb: int) -> int:
-    """Serve requests until their pipe closes, and return the exit status."""
+    """Serve requests until the request pipe closes, and return the exit status."""
     die_with_parent(parent_pid)
     limit_memory(memory_limit_mb)  # so that an answer like 10^10^10 ends in a MemoryError
     requests, replies = _take_over_pipes()

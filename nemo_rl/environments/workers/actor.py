@@ -53,7 +53,7 @@ type Metrics = dict[str, float | int]
 
 
 def host_of(traits: EnvironmentTraits, step_timeout_s: float, max_memory_gb: float | None = None) -> Host:
-    """Return the class of the actor for an environment class, and its last arguments."""
+    """Return the class of the actor for an environment class, with the last arguments of the actor's constructor."""
     if traits.is_async:
         return Host(EnvironmentActorAsync, (max_memory_gb, step_timeout_s))
     return Host(EnvironmentActor, (max_memory_gb,))
@@ -72,8 +72,8 @@ def _made(
 class _Calls:
     """The calls of an environment.
 
-    It is no base of the actors: Ray runs all methods of a class on one event loop if any of them is a coroutine
-    function.
+    The class is no base class of the actors, because Ray runs all methods of an actor on one event loop if any of these
+    methods is a coroutine function.
     """
 
     def __init__(self, env: EnvironmentInterface[Any], outcome: Callable[..., Coroutine[Any, Any, Any]]):
@@ -82,7 +82,7 @@ class _Calls:
         self._step_options: dict[str, Any] = {"return_extracted_answer": True} if env.gives_answers else {}
 
     async def step(self, message_logs: list[Any], metadata: list[Any]) -> list[StepResult]:
-        """Step B samples, or each sample alone to find the failing ones if the batch raises."""
+        """Step B samples. If the batch raises, step each sample alone to find the failing ones."""
         if len(metadata) == 1:
             return [await self._step_one(message_logs[0], metadata[0])]
         untouched = copy.deepcopy((message_logs, metadata))
@@ -102,13 +102,13 @@ class _Calls:
         return StepResult.failed(_describe(caught.take()), metadata)
 
     async def step_batch(self, message_logs: list[Any], metadata: list[Any]) -> list[StepResult]:
-        """Step B samples and raise the errors of the environment."""
+        """Step B samples, and raise the errors of the environment."""
         step: Any = partial(self._env.step, **self._step_options)
         outcome = await self._outcome(step, message_logs, metadata)
         return split_return(outcome, len(metadata), type(self._env).__name__)
 
     async def open_one(self, metadata: Any) -> EpisodeStart[Any]:
-        """Open an episode, or give it an error if this raises."""
+        """Open an episode, or return a failed start with the error if this raises."""
         with Boundary(BaseException) as caught:  # the environment is user code
             start = await self._outcome(self._env.open_episode, copy.deepcopy(metadata))
             if not isinstance(start, EpisodeStart):
@@ -125,9 +125,9 @@ class _Calls:
         return _describe(caught.take()) if caught else None
 
     async def post_process(self, batch: BatchedDataDict[Any]) -> tuple[BatchedDataDict[Any], Metrics]:
-        """Pass the batch to the environment, with tensors that it may write, and return its `rewards` and metrics.
+        """Pass the batch to the environment, with tensors that may be written to, and return its `rewards` and metrics.
 
-        Rewards that are no tensor, or metrics that are no mapping, raise an error here.
+        The method raises an error if the rewards are no tensor or the metrics are no mapping.
         """
         own = copy.copy(batch)
         own.update({name: value.clone() for name, value in batch.items() if isinstance(value, torch.Tensor)})
@@ -136,14 +136,14 @@ class _Calls:
 
 
 class _PrivateLoop:
-    """Calls methods in the thread of the call, and runs coroutines on an event loop in its own thread."""
+    """Calls methods in the thread of the caller, and runs their coroutines on an event loop in its own thread."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
 
     async def outcome(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a method, and block until its coroutine has ended if it returns one."""
+        """Call a method and return its result. If this is a coroutine, block until the coroutine has ended."""
         outcome = method(*arguments)
         if inspect.iscoroutine(outcome):
             return asyncio.run_coroutine_threadsafe(outcome, self._running()).result()
@@ -172,19 +172,19 @@ class EnvironmentActor:
         self._calls = _Calls(self._env, _PrivateLoop().outcome)
 
     def ready(self) -> LoggedProcess:
-        """Return the actor's process, once the environment is constructed."""
+        """Return the actor's process after the environment is constructed."""
         return this_process()
 
     def step(self, message_logs: list[Any], metadata: list[Any]) -> list[StepResult]:
-        """Step B samples, or each sample alone to find the failing ones if the batch raises."""
+        """Step B samples. If the batch raises, step each sample alone to find the failing ones."""
         return _without_waiting(self._calls.step(message_logs, metadata))
 
     def open_episode(self, metadata: list[Any]) -> list[EpisodeStart[Any]]:
-        """Open episodes one after another, and give an error to each episode that raises."""
+        """Open episodes one after another. An episode that raises gets a start with its error."""
         return [_without_waiting(self._calls.open_one(item)) for item in metadata]
 
     def close_episode(self, metadata: list[Any]) -> list[str | None]:
-        """Close episodes one after another, and return the error of each, or None."""
+        """Close episodes one after another, and return for each its error, or None if there was none."""
         return [_without_waiting(self._calls.close_one(item)) for item in metadata]
 
     def global_post_process_and_metrics(
@@ -194,7 +194,7 @@ class EnvironmentActor:
         return _without_waiting(self._calls.post_process(batch))
 
     def shutdown(self) -> None:
-        """Let the environment release what it holds, and end the processes that it left."""
+        """Let the environment release its resources, and end the processes that the environment left running."""
         try:
             self._env.shutdown()
         finally:
@@ -204,7 +204,7 @@ class EnvironmentActor:
 class EnvironmentActorAsync:
     """The host of an environment whose `step` is a coroutine function.
 
-    The step of a single sample is cancelled after `step_timeout_s`; those of others continue.
+    The step of a single sample is cancelled after `step_timeout_s`, while the steps of other samples continue.
     """
 
     def __init__(
@@ -222,11 +222,11 @@ class EnvironmentActorAsync:
         self._threads = ThreadPoolExecutor(step_concurrency(type(self._env)), "environment")
 
     async def ready(self) -> LoggedProcess:
-        """Return the actor's process, once the environment is constructed."""
+        """Return the actor's process after the environment is constructed."""
         return this_process()
 
     async def step(self, message_logs: list[Any], metadata: list[Any]) -> list[StepResult]:
-        """Step B samples, or each sample alone to find the failing ones if the batch raises."""
+        """Step B samples. If the batch raises, step each sample alone to find the failing ones."""
         if len(metadata) > 1:
             return await self._calls.step(message_logs, metadata)
         try:
@@ -238,11 +238,11 @@ class EnvironmentActorAsync:
             return [StepResult.failed(f"{type(self._env).__name__} {reason}", metadata[0], aborted=True)]
 
     async def open_episode(self, metadata: list[Any]) -> list[EpisodeStart[Any]]:
-        """Open episodes one after another, and give an error to each episode that raises."""
+        """Open episodes one after another. An episode that raises gets a start with its error."""
         return [await self._calls.open_one(item) for item in metadata]
 
     async def close_episode(self, metadata: list[Any]) -> list[str | None]:
-        """Close episodes one after another, and return the error of each, or None."""
+        """Close episodes one after another, and return for each its error, or None if there was none."""
         return [await self._calls.close_one(item) for item in metadata]
 
     async def global_post_process_and_metrics(
@@ -252,14 +252,14 @@ class EnvironmentActorAsync:
         return await self._calls.post_process(batch)
 
     async def shutdown(self) -> None:
-        """Let the environment release what it holds, and end the processes that it left."""
+        """Let the environment release its resources, and end the processes that the environment left running."""
         try:
             await self._outcome(self._env.shutdown)
         finally:
             end_descendants(os.getpid())
 
     async def _outcome(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a coroutine on the actor's event loop, a function on a thread."""
+        """Run a coroutine on the actor's event loop, or a function on a thread."""
         if inspect.iscoroutinefunction(method):
             return await method(*arguments)
         outcome = await asyncio.get_running_loop().run_in_executor(self._threads, method, *arguments)
@@ -267,7 +267,7 @@ class EnvironmentActorAsync:
 
 
 def _without_waiting[T](coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that blocks where others wait, and return its result."""
+    """Run a coroutine that never waits for the event loop, and return its result."""
     try:
         coroutine.send(None)
     except StopIteration as end:

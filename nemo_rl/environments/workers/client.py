@@ -1,9 +1,8 @@
-"""Call an environment from rollouts: in batches, with deadlines, and with a new actor when the old one dies.
+"""Call an environment from rollouts, in batches and with deadlines, and replace its actor when the actor dies.
 
 `EnvironmentClient` runs in the driver, on the event loop of the rollouts; `actor` hosts the environment, a plain
-object, in a Ray actor that `supervision` keeps running.
-Invariant: every call ends, with a result or with an error of its sample; the run stops only if the environment cannot
-be kept running.
+object, in a Ray actor that `supervision` keeps running. Invariant: every call ends, either with a result or with an
+error of its sample. The run stops only if the environment cannot be kept running.
 
     rollout coroutines ── step() ──► queue of this tick ── flush ──► task: one Ray call
            ▲                                                        │ waits: its turn, start_timeout_s,
@@ -50,17 +49,18 @@ logger = logging.getLogger(__name__)
 
 _DEATHS_BEFORE_SPLIT = 2
 _LATER_S = 10.0
-"""Seconds that the driver waits after the deadline that the actor keeps itself, for a coroutine that blocks."""
+"""Time in seconds that the driver waits longer than the actor's own deadline. A coroutine that blocks can keep the
+actor from observing that deadline."""
 
 
 @dataclass(frozen=True)
 class _Call:
-    """The call for one sample."""
+    """A call of one of the actor's methods for one sample."""
 
     arguments: tuple[Any, ...]
-    """Arguments of the actor's method, which takes a list of each."""
+    """Arguments of this call. The actor's method takes a list of each argument."""
     failed: Callable[[str, bool], Any]
-    """Makes the result of the sample from the reason of its failure, and whether the environment hung or died."""
+    """Function that makes the sample's result from the reason of a failure and whether the environment hung or died."""
 
 
 @dataclass(eq=False)
@@ -72,21 +72,21 @@ class _WaitingSample:
 
 
 class EnvironmentClient:
-    """A client of one environment, for one event loop at a time and not thread-safe.
+    """A client of one environment. It serves one event loop at a time and is not thread-safe.
 
-    The actor is started by the constructor, in the background.
+    The constructor starts the actor in the background.
 
     Args:
         name: For logs and errors, usually the task name.
         env_class: A class, its dotted path, or an environment object.
         cfg: Argument of the class's constructor.
-        step_timeout_s: Deadline of one sample's step (the section's `step_timeout_s`, or
-            `cluster.timeouts.environment_s`).
+        step_timeout_s: Deadline of one sample's step: `step_timeout_s` of the section, or else
+            `cluster.timeouts.environment_s`.
         start_timeout_s: Deadline of the actor's start.
-        max_restarts: How often in a row the actor may be replaced without an answer in between
+        max_restarts: Largest number of times that the actor may be replaced without an answer in between
             (`cluster.max_actor_restarts`).
         runtime_env: Ray's runtime environment of the actor; see `make_actor_runtime_env`.
-        max_memory_gb: GiB that the actor and what it starts may use; None: no limit.
+        max_memory_gb: GiB that the actor and the processes that it starts may use together, or None for no limit.
 
     Raises:
         ConfigError: There is no such class.
@@ -192,8 +192,8 @@ class EnvironmentClient:
 
         Args:
             metadata: `extra_env_info` of the prompt.
-            seed: seed of the sample's episode; the environment gets it as `episode_seed` in a dict of metadata;
-                None: without it.
+            seed: seed of the sample's episode, which the environment gets as `episode_seed` if the metadata is a dict,
+                or None for no seed.
 
         Returns:
             The start of the episode; its `error` is set if the environment raised, hung or died.
@@ -210,7 +210,7 @@ class EnvironmentClient:
         return start
 
     async def close_episode(self, metadata: Any) -> None:
-        """Close the episode of one sample, and log errors instead of raising them."""
+        """Close the episode of one sample. Errors are logged, not raised."""
         if "close_episode" not in self._traits.hooks or self._actor.failure is not None:
             return
         self._running_loop()
@@ -227,8 +227,8 @@ class EnvironmentClient:
         """Let the environment correct the rewards of a finished batch and compute metrics.
 
         Returns:
-            A batch with the `rewards` that the environment returned, and its metrics. If it raised or took too long,
-            the same batch and no metrics, with a warning.
+            The batch with the `rewards` that the environment returned, and its metrics. If the environment raised or
+            took too long, the method logs a warning and returns the same batch and no metrics.
 
         Raises:
             WorkerDiedError: The environment cannot be kept running.
@@ -254,7 +254,7 @@ class EnvironmentClient:
             return batch, {}
 
     def try_out(self, conversation: list[dict[str, str]], metadata: Any, timeout_s: float) -> str | None:
-        """Play one turn with a made-up answer before any rollout, and block until it is graded.
+        """Play one turn with an invented answer before any rollout, and block until the turn is graded.
 
         Args:
             conversation: prompt and answer, messages with `role` and `content`.
@@ -262,7 +262,7 @@ class EnvironmentClient:
             timeout_s: limit for the start of the environment and the turn.
 
         Returns:
-            Why the environment gave no reward; None if it did, or if it runs programs instead.
+            Why the environment gave no reward. None if it gave one, or if it is an environment that runs agents.
 
         Raises:
             ConfigError: its constructor failed.
@@ -309,7 +309,7 @@ class EnvironmentClient:
         return loop
 
     def _flush(self) -> None:
-        """Send the samples of this tick, in a new task."""
+        """Send the samples of this tick of the event loop in a new task."""
         batch, self._queue = self._queue, []
         task = asyncio.get_running_loop().create_task(self._run(batch))
         self._tasks.add(task)
@@ -331,7 +331,7 @@ class EnvironmentClient:
                 waiting.future.set_result(result)
 
     async def _together(self, method: str, batch: Sequence[_Call]) -> list[Any]:
-        """Make calls in one Ray call, again after a death of the actor, then (or after a timeout) one by one."""
+        """Make calls in one Ray call, which is repeated if the actor dies, and one by one if that fails too."""
         for _ in range(_DEATHS_BEFORE_SPLIT):
             try:
                 return await self._answers(method, batch)
@@ -355,7 +355,7 @@ class EnvironmentClient:
         return [result for (result,) in apart]
 
     async def _suspected(self, method: str, call: _Call) -> Any:
-        """Make a call that may have ended the actor, while no other such call runs."""
+        """Make a call that may have ended the actor. Calls of this kind run one at a time."""
         async with self._suspects:
             try:
                 return (await self._answers(method, [call]))[0]
@@ -372,7 +372,7 @@ class EnvironmentClient:
         return call.failed(f"environment {self.name!r} gave no answer in {self._step_timeout_s:g} s", True)
 
     async def _answers(self, method: str, batch: Sequence[_Call]) -> list[Any]:
-        """Make calls in one Ray call, and raise the errors of `_call`."""
+        """Make calls in one Ray call, repeat it if `_call` returns None, and raise the errors of `_call`."""
         columns = [list(column) for column in zip(*(call.arguments for call in batch), strict=True)]
         while True:
             answers: list[Any] | None = await self._call(method, *columns)
@@ -380,9 +380,10 @@ class EnvironmentClient:
                 return answers
 
     async def _call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the actor, or return None if another call timed out or SIGSTOP had stopped the actor.
+        """Call a method of the actor, or return None if the call has to be repeated.
 
-        The actor is replaced then.
+        It must be repeated if the deadline of another call ended the actor, or if SIGSTOP had stopped the actor. In
+        these cases, and if the actor times out or dies, the actor is replaced.
         """
         async with self._turns:
             incarnation = self._actor.running()

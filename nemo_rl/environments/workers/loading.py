@@ -1,7 +1,7 @@
-"""Find the environment class that a dotted path names, decorated with `@ray.remote` or not, and start its actor.
+"""Find the environment class at a dotted path, with or without `@ray.remote`, and start its actor.
 
-A class is found in the driver, to fail early, and again in the environment's process. Invariant: the result is always a
-plain class; of a Ray decorator only the resources are kept, while the library sets restarts and concurrency.
+The driver imports the class, to fail early, and the environment's process imports it again. Invariant: the result is
+always a plain class. The library keeps the resources of a Ray decorator, and sets restarts and concurrency itself.
 """
 
 import inspect
@@ -27,20 +27,20 @@ WORKER_KEYS = ("num_workers", "step_timeout_s", "max_memory_gb", "max_open_episo
 
 @dataclass(frozen=True)
 class WorkerKeys:
-    """Processes of an environment, and their bounds."""
+    """Keys of an environment's section that the library reads: the number of processes and their limits."""
 
     num_workers: int = 1
-    """Actors of a class with `EnvironmentInterface.pooled`; of others the key is their own."""
+    """Number of actors of a class with `EnvironmentInterface.pooled`. Other classes may use this key for themselves."""
     step_timeout_s: float = 600.0
-    """Deadline of a step, of the opening and of the closing of an episode."""
+    """Deadline in seconds of a step, and of the opening or the closing of an episode."""
     max_memory_gb: float | None = None
-    """GiB that an actor and the processes it started may use together; None: no limit."""
+    """GiB that an actor and the processes it started may use together, or None for no limit."""
     max_open_episodes: int | None = None
-    """Episodes that are open at the same time in all actors; None: no limit."""
+    """Largest number of episodes that are open at the same time in all actors, or None for no limit."""
 
 
 def worker_keys(name: str, section: Mapping[str, Any], step_timeout_s: float) -> WorkerKeys:
-    """Read the keys from an environment's section.
+    """Read the keys of `WorkerKeys` from an environment's section.
 
     Args:
         name: name of the environment, for errors.
@@ -63,12 +63,12 @@ def _is_above_zero(value: object) -> bool:
 
 
 def section_of(section: Mapping[str, Any] | BaseModel) -> dict[str, Any]:
-    """Return the section of an environment as a dict, which the environment gets."""
+    """Return the section of an environment as a dict, the form in which the environment gets it."""
     return section.model_dump() if isinstance(section, BaseModel) else dict(section)
 
 
 def own_keys(section: Mapping[str, Any], config_class: type | None) -> dict[str, Any]:
-    """Return the keys of a section that are the environment's own: all but the keys above that its class does not name.
+    """Return the keys of a section without the keys of `WorkerKeys`, except those that `config_class` has too.
 
     Args:
         config_class: `EnvironmentInterface.config_class`.
@@ -88,7 +88,7 @@ ENVIRONMENTS: Registry[Any] = Registry(
 
 _KEPT_OPTIONS = ("num_cpus", "num_gpus", "memory", "resources", "runtime_env")
 _COROUTINE_STEPS = 1000
-"""Calls of `step` in flight if it is a coroutine function and the class states no number."""
+"""Number of concurrent calls of `step` if it is a coroutine function and the class sets no number."""
 
 
 def load_env_class(path: str) -> tuple[EnvironmentClass, dict[str, Any]]:
@@ -107,7 +107,7 @@ def load_env_class(path: str) -> tuple[EnvironmentClass, dict[str, Any]]:
 
 
 def plain_env_class(found: Any) -> tuple[EnvironmentClass, dict[str, Any]]:
-    """Return the plain class of an environment class with `@ray.remote` or without, or of an environment object.
+    """Return the plain class of an environment object, or of an environment class with or without `@ray.remote`.
 
     Raises:
         ConfigError: `found` is neither a subclass of `EnvironmentInterface` nor an object of one.
@@ -124,7 +124,7 @@ def plain_env_class(found: Any) -> tuple[EnvironmentClass, dict[str, Any]]:
 
 
 def is_environment(found: Any) -> bool:
-    """Return whether this is an environment object, and not a class that Ray has decorated."""
+    """Return whether `found` is an environment object, and not a class that Ray has decorated."""
     return isinstance(found, EnvironmentInterface) and not isinstance(found, ActorClass)
 
 
@@ -140,29 +140,29 @@ class EnvironmentTraits:
     """Facts about an environment's class that the driver needs."""
 
     concurrency: int
-    """Calls that its actor runs at the same time."""
+    """Number of calls that its actor runs at the same time."""
     hooks: frozenset[str]
     """Optional methods that the class overrides."""
     options: Mapping[str, Any]
     """Ray options of the class's decorator."""
     post_processes_groups: bool = False
-    """As `EnvironmentInterface.post_processes_groups`."""
+    """See `EnvironmentInterface.post_processes_groups`."""
     is_async: bool = False
-    """`step` is a coroutine function."""
+    """Whether `step` is a coroutine function."""
     steps_samples_alone: bool = False
-    """Each sample is its own call of `step`."""
+    """Whether each sample is its own call of `step`."""
     reads_chat: bool = False
-    """As `EnvironmentInterface.reads_chat`."""
+    """See `EnvironmentInterface.reads_chat`."""
     continues_episodes: bool = True
-    """An episode can continue in another process."""
+    """Whether an episode can continue in another process."""
     reads_token_ids: bool = False
-    """As `EnvironmentInterface.reads_token_ids`."""
+    """See `EnvironmentInterface.reads_token_ids`."""
     pooled: bool = False
-    """As `EnvironmentInterface.pooled`."""
+    """See `EnvironmentInterface.pooled`."""
     calls_own_code: bool = False
-    """As `EnvironmentInterface.calls_own_code`."""
+    """See `EnvironmentInterface.calls_own_code`."""
     runs_agents: bool = False
-    """As `EnvironmentInterface.runs_agents`."""
+    """See `EnvironmentInterface.runs_agents`."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class Host:
     actor: type
     """Class of the actor."""
     arguments: tuple[Any, ...] = ()
-    """Its last arguments."""
+    """Last arguments of the actor's constructor."""
 
 
 def traits_of(
@@ -180,16 +180,16 @@ def traits_of(
     runtime_env: Mapping[str, Any],
     timeout_s: float = 300.0,
 ) -> EnvironmentTraits:
-    """Return the traits of a class, which the Python of its actor imports if the class is named by its path.
+    """Return the traits of a class. If the class is given by its path, the Python environment of its actor imports it.
 
     Args:
-        env_class: As in `launch_environment_actor`.
-        runtime_env: As in `launch_environment_actor`.
-        timeout_s: Limit for starting that Python and importing the class.
+        env_class: See `launch_environment_actor`.
+        runtime_env: See `launch_environment_actor`.
+        timeout_s: Time limit in seconds for starting Python in that environment and importing the class.
 
     Raises:
-        ConfigError: There is no such class, or that Python cannot import it.
-        DeadlineExceededError: It took longer than `timeout_s`.
+        ConfigError: There is no such class, or it cannot be imported there.
+        DeadlineExceededError: The import took longer than `timeout_s`.
     """
     if not isinstance(env_class, str):
         return _traits(plain_env_class(env_class))
@@ -240,16 +240,16 @@ def launch_environment_actor(
 ) -> ActorHandle:
     """Start an actor that hosts the environment, and return before it is ready.
 
-    The actor also searches the import path of this process, after its own. With another Python it leaves out the
-    packages of this process's Python.
+    The actor also searches the import path of this process, after its own. If it runs in another Python environment, it
+    leaves out the installed packages of this process's environment.
 
     Args:
         host: The class of the actor.
-        env_class: A class (plain or `@ray.remote`), or its dotted path, which is then imported
-            again inside the actor; or an environment object, which is copied into the actor.
+        env_class: A class (plain or `@ray.remote`); its dotted path, which the actor then imports; or an environment
+            object, which is copied into the actor.
         cfg: Argument of the class's constructor.
         traits: Traits of the class.
-        runtime_env: Ray's runtime environment, merged over that of the class's decorator.
+        runtime_env: Ray's runtime environment, whose values take precedence over those of the class's decorator.
     """
     hosted: Any = env_class
     if is_environment(env_class):
@@ -275,12 +275,12 @@ def import_path(runtime_env: Mapping[str, Any]) -> list[str]:
 
 
 def extend_path(folders: Sequence[str]) -> None:
-    """Search folders for modules, after the folders that this process searches already."""
+    """Append folders to the import path of this process."""
     sys.path.extend(entry for entry in folders if entry not in sys.path)
 
 
 def step_concurrency(plain_class: EnvironmentClass) -> int:
-    """Return how many calls the actor of a class runs at the same time."""
+    """Return the number of calls that the actor of a class runs at the same time."""
     concurrency = plain_class.max_concurrent_steps
     if inspect.iscoroutinefunction(plain_class.step) and concurrency == 1:
         return _COROUTINE_STEPS

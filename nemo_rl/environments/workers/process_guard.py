@@ -1,4 +1,4 @@
-"""Limit the memory, the output and the remaining processes of an environment's process, from inside of it.
+"""Limit the memory and the output of an environment's process from inside, and find the processes that it leaves.
 
 memory      a thread adds up the resident memory of the process and its descendants; above the limit it writes why,
 and ends them all. The driver starts the actor again and finds the reason in the log.
@@ -18,7 +18,7 @@ from typing import TextIO
 from nemo_rl.host.processes import descendants, end_descendants, resident_bytes
 
 MEMORY_MARK = "This environment uses too much memory: "
-"""Begins the line with which a process that uses too much memory says why it ends."""
+"""Beginning of the log line in which a process that uses too much memory says why it ends."""
 
 _LOOK_S = 0.25
 _MAX_OUTPUT_CHARS = 16 << 20
@@ -27,14 +27,14 @@ _GIB = 1 << 30
 
 
 class _BoundedText:
-    """A text stream that drops what exceeds a number of characters, and says so once."""
+    """A text stream that writes a limited number of characters, and then says once that it drops the rest."""
 
     def __init__(self, stream: TextIO, max_chars: int) -> None:
         self._stream = stream
         self._left = max_chars
 
     def write(self, text: str) -> int:
-        """Write the text, or the part of it that is left."""
+        """Write the text, or the part of it that is within the limit."""
         if self._left > 0:
             self._stream.write(text[: self._left])
             self._left -= len(text)
@@ -47,10 +47,10 @@ class _BoundedText:
 
 
 def guard_process(max_memory_gb: float | None) -> None:
-    """Bound the memory and the output of this process, and adopt the orphans of its descendants.
+    """Limit the memory and the output of this process, and adopt the orphans of its descendants.
 
     Args:
-        max_memory_gb: GiB of this process and its descendants together; None: no limit.
+        max_memory_gb: GiB that this process and its descendants may use together, or None for no limit.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     sys.stdout = _BoundedText(sys.stdout, _MAX_OUTPUT_CHARS)

@@ -1,4 +1,4 @@
-"""Start the actors of an environment."""
+"""Start the actors of an environment, and divide episodes among them."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class _Worker:
-    """One actor, and the number of episodes that have a place in it."""
+    """One actor, and the number of its episodes."""
 
     client: EnvironmentClient
     num_episodes: int = 0
@@ -28,8 +28,9 @@ class EnvironmentPool:
     """Several actors of one environment, with the methods of `EnvironmentClient`.
 
     Args:
-        clients: one for each actor.
-        max_open_episodes: episodes that are open at the same time; None: any number. Others wait for a place.
+        clients: the clients, one for each actor.
+        max_open_episodes: largest number of episodes that are open at the same time, or None for no limit. Further
+            episodes wait until one is closed.
     """
 
     def __init__(self, clients: Sequence[EnvironmentClient], max_open_episodes: int | None = None) -> None:
@@ -47,7 +48,7 @@ class EnvironmentPool:
 
     @property
     def num_calls(self) -> int:
-        """The number of Ray calls of all actors."""
+        """The number of Ray calls to all actors."""
         return sum(worker.client.num_calls for worker in self._workers)
 
     @property
@@ -76,17 +77,17 @@ class EnvironmentPool:
         return self._workers[0].client.reads_collections
 
     async def open_episode(self, metadata: Any, seed: int | None = None) -> EpisodeStart[Any]:
-        """Take a place, after waiting for a free one where their number is bounded, and open the episode there."""
+        """Choose an actor for the episode and open the episode there, after waiting if too many episodes are open."""
         return await (await self._take_place()).open_episode(metadata, seed)
 
     async def step(self, message_log: "LLMMessageLogType", metadata: Any) -> StepResult:
-        """See `EnvironmentClient.step`. An episode that was never opened takes a place now."""
+        """See `EnvironmentClient.step`. If the episode was never opened, an actor is chosen for it now."""
         place = self._place.get()
         client = place.client if place is not None else await self._take_place()
         return await client.step(message_log, metadata)
 
     async def close_episode(self, metadata: Any) -> None:
-        """Close the episode and free its place, if it has one, since nothing was opened otherwise."""
+        """Close the episode, and let a waiting one be opened. Do nothing if the episode has no actor."""
         place = self._place.get()
         if place is None:
             return
@@ -108,13 +109,13 @@ class EnvironmentPool:
         """Stop all actors and everything they started, so that later steps raise. A second call does nothing.
 
         Args:
-            timeout_s: Limit for the environment's own `shutdown`, after which an actor is killed.
+            timeout_s: Time limit in seconds for the environment's own `shutdown`, after which an actor is killed.
         """
         for worker in self._workers:
             worker.client.shutdown(timeout_s)
 
     async def _take_place(self) -> EnvironmentClient:
-        """Take a place in the actor that has the fewest episodes."""
+        """Wait until the limit allows one more episode, and return the client of the actor with the fewest episodes."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:  # no episode outlives its event loop
             self._loop = loop
@@ -142,16 +143,16 @@ def start_workers(
     max_restarts: int = 10,
     runtime_env: Mapping[str, Any] | None = None,
 ) -> Environment:
-    """Start the actors of an environment, in the background: several if its class is `pooled`.
+    """Start the actors of an environment in the background. Several actors are started if its class is `pooled`.
 
     Args:
         name: For logs and errors, usually the task name.
         env_class: A class, its dotted path, or an environment object.
         cfg: Argument of the class's constructor.
-        keys: How many actors, and what bounds them.
-        start_timeout_s: As `EnvironmentClient`.
-        max_restarts: As `EnvironmentClient`, for each actor.
-        runtime_env: As `EnvironmentClient`.
+        keys: Number of actors, and their limits.
+        start_timeout_s: See `EnvironmentClient`.
+        max_restarts: See `EnvironmentClient`; the limit is that of each actor.
+        runtime_env: See `EnvironmentClient`.
 
     Raises:
         ConfigError: There is no such class.

@@ -1,7 +1,7 @@
 """Keep the actor of an environment running: start it, replace it after a hang or a death, and give up in the end.
 
-`client` requests the running actor for each call, and reports hangs, deaths and answers. Invariant: at most one actor
-runs at a time; after too many deaths in a row, or a start that failed, every later request raises the same error.
+For each call, `client` asks for the running actor and reports an answer, a hang or a death. Invariant: at most one
+actor runs at a time. After too many deaths in a row, or a start that failed, every later request raises the same error.
 """
 
 import asyncio
@@ -30,13 +30,13 @@ class Incarnation:
 
     handle: ActorHandle
     ready: "ray.ObjectRef[LoggedProcess]"
-    """Its process, once the environment is constructed."""
+    """The actor's process, available after the environment is constructed."""
     ended_by_us: bool = False
-    """It was killed because it missed a deadline."""
+    """Whether the library killed the process because it missed a deadline."""
     was_stopped: bool = False
-    """SIGSTOP had stopped it then."""
+    """Whether SIGSTOP had stopped the process when it missed the deadline."""
     process: LoggedProcess | None = None
-    """None until it is known."""
+    """The actor's process, or None until it is known."""
 
 
 class SupervisedActor:
@@ -44,8 +44,8 @@ class SupervisedActor:
 
     Args:
         name: For logs and errors.
-        start: Starts an actor; returns before it is ready.
-        max_restarts: How often in a row the actor may be replaced without an answer in between.
+        start: Function that starts an actor and returns before the actor is ready.
+        max_restarts: Largest number of times that the actor may be replaced without an answer in between.
         kind: What the actor hosts, for logs and errors.
     """
 
@@ -59,11 +59,11 @@ class SupervisedActor:
         kind: str = "environment",
     ) -> None:
         self.num_restarts = 0
-        """How often it was replaced."""
+        """Number of times that the actor was replaced."""
         self.failure: WorkerDiedError | None = None
-        """Why no further call is possible; None as long as calls are."""
+        """Error that every further call raises, or None as long as calls are possible."""
         self.last_excess: str | None = None
-        """How much memory the actor used that ended last because of that; None if there was none yet."""
+        """Memory that the last actor used which ended because it used too much, or None if there was none."""
         self._name = f"{kind} {name!r}"
         self._start = start
         self._start_timeout_s = start_timeout_s
@@ -88,7 +88,7 @@ class SupervisedActor:
         """Wait until the environment is constructed.
 
         Raises:
-            WorkerDiedError: Its constructor raised, or took longer than `start_timeout_s`.
+            WorkerDiedError: The environment's constructor raised, or took longer than `start_timeout_s`.
             RayActorError, OutOfMemoryError: The process died while it started.
         """
         if incarnation.process is not None:
@@ -104,15 +104,15 @@ class SupervisedActor:
             raise
 
     def note_answer(self) -> None:
-        """Note that the actor answered: the count of restarts in a row begins again."""
+        """Note that the actor answered. The number of restarts in a row becomes 0."""
         self._restarts_in_a_row = 0
 
     def note_blamed(self) -> None:
-        """Note that a death was the fault of a sample, which is not sent again: it does not count as one in a row."""
+        """Note that a sample, which is not sent again, caused the last death, so that this death is not counted."""
         self._restarts_in_a_row = max(self._restarts_in_a_row - 1, 0)
 
     async def cause_of_death(self, incarnation: Incarnation, error: RayError) -> str:
-        """Return why an actor died, as far as it is known, from its message about memory or from Ray's report."""
+        """Return why an actor died, as its own message about memory or Ray's report says it."""
         if incarnation.process is not None:
             tail = await asyncio.to_thread(tail_of_logs, incarnation.process)
             excess = [line.partition(MEMORY_MARK)[2] for line in tail.splitlines() if MEMORY_MARK in line]
@@ -122,7 +122,7 @@ class SupervisedActor:
         return death_in_short(error)
 
     def end_hung(self, incarnation: Incarnation, reason: str) -> None:
-        """Kill an actor that missed a deadline, once, and make its other calls again."""
+        """Kill an actor that missed a deadline, unless it was killed before. Its other calls are made again."""
         if incarnation.ended_by_us:
             return
         incarnation.ended_by_us = True
@@ -132,7 +132,7 @@ class SupervisedActor:
         self.replace(incarnation, reason)
 
     def replace(self, incarnation: Incarnation, reason: str) -> None:
-        """Kill an actor, once, and count it against the limit of restarts."""
+        """Kill an actor, unless it was replaced before, and count this restart against the limit."""
         if self.incarnation is not incarnation:
             return
         ray.kill(incarnation.handle)
@@ -157,7 +157,7 @@ class SupervisedActor:
         """Stop the actor and everything it started, so that later calls raise. A second call does nothing.
 
         Args:
-            timeout_s: Limit for the environment's own `shutdown`, after which the actor is killed.
+            timeout_s: Time limit in seconds for the environment's own `shutdown`, after which the actor is killed.
         """
         incarnation, self.incarnation = self.incarnation, None
         self.failure = WorkerDiedError(f"{self._name} was shut down")
@@ -175,7 +175,7 @@ class SupervisedActor:
         return Incarnation(handle, handle.ready.remote())
 
     def _fail(self, reason: str) -> WorkerDiedError:
-        """Stop permanently."""
+        """Stop the actor permanently, and return the error that later calls raise."""
         if self.failure is None:
             self.failure = WorkerDiedError(f"{self._name} {reason}")
         if self.incarnation is not None:
@@ -185,19 +185,19 @@ class SupervisedActor:
 
 
 async def answer_of(call: "ray.ObjectRef[Any]", timeout_s: float) -> Any:
-    """Await a Ray call with a deadline, and raise TimeoutError or the error of the call."""
+    """Await a Ray call with a deadline. Raise TimeoutError after the deadline, or the error of the call."""
     return await asyncio.wait_for(asyncio.wrap_future(call.future()), timeout_s)
 
 
 def construction_error(error: RayError) -> str:
-    """Return the error of a constructor, as the user's lines and the last line of Ray's report."""
+    """Return the error of a constructor: the last line of Ray's report, and the last lines of the user's code."""
     last = [line.strip() for line in str(error).splitlines() if line.strip()][-1]
     lines = "\n".join(map(str, user_lines(error)[-3:]))
     return f"{last}\n{lines}" if lines else last
 
 
 def death_in_short(error: RayError) -> str:
-    """Return why the memory of the machine was full, or the lines of Ray's report that name what died."""
+    """Return why the machine ran out of memory, or the lines of Ray's report that name the process that died."""
     full = full_memory(error)
     if full:
         return full

@@ -1,4 +1,4 @@
-"""Environments of Gymnasium with discrete actions, played as text."""
+"""Play environments of Gymnasium with discrete actions as text games."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,8 @@ gymnasium = library("gymnasium", "gymnasium")
 class GymnasiumGame(ReplayedGame[Any]):
     """One environment of Gymnasium.
 
-    An action is a number of its action space, or a name of `action_names`. The seed of the row resets the environment;
-    what happens then is drawn with the seed of the episode.
+    An action is a number of the action space, or a name of `action_names`. The environment is reset with the seed of
+    the row, and everything that follows is drawn with the seed of the episode.
 
     Args:
         config: the section `env.gymnasium`.
@@ -83,7 +83,7 @@ class GymnasiumGame(ReplayedGame[Any]):
 
 
 class GymnasiumEnvironment(GameEnvironment):
-    """The environment `gymnasium`, with the rewards of the library.
+    """The environment `gymnasium`, whose rewards are those of the Gymnasium environment.
 
     Args:
         cfg: `env.gymnasium`.
@@ -98,7 +98,7 @@ class GymnasiumEnvironment(GameEnvironment):
 
     @classmethod
     def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
-        """See `EnvironmentInterface.check_section`: make the game once."""
+        """See `EnvironmentInterface.check_section`. The method makes the game once."""
         GymnasiumGame(GymnasiumConfig.build(**section))
 
     def shutdown(self) -> None:

@@ -10,11 +10,11 @@ def library(module: str, extra: str) -> ModuleType:
     """Import a library.
 
     Args:
-        module: its name in Python.
-        extra: the project's extra that installs it.
+        module: name under which Python imports the library.
+        extra: the project's extra that installs the library.
 
     Raises:
-        ConfigError: it is not installed; the message names the extra.
+        ConfigError: the library is not installed. The message names the extra.
     """
     try:
         return importlib.import_module(module)

@@ -1,4 +1,4 @@
-"""Generated tasks of Reasoning Gym: one question, one answer, scored by the library."""
+"""Ask generated questions of Reasoning Gym, each of which gets one answer that the library scores."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -23,7 +23,7 @@ _ADVICE = "Write the answer between <answer> and </answer>."
 class ReasoningGymEnvironment(EnvironmentInterface[dict[str, Any]]):
     """The environment `reasoning_gym`, with the library's score from 0 to 1 as the reward.
 
-    The question follows from the seed of the row, so the metadata holds only this seed.
+    The seed of the row determines the question, so the metadata holds only this seed.
 
     Args:
         cfg: `env.reasoning_gym`.
@@ -41,11 +41,11 @@ class ReasoningGymEnvironment(EnvironmentInterface[dict[str, Any]]):
 
     @classmethod
     def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
-        """See `EnvironmentInterface.check_section`: make the task once."""
+        """See `EnvironmentInterface.check_section`. The method makes the task once."""
         cls(section)
 
     def open_episode(self, metadata: dict[str, Any]) -> EpisodeStart[dict[str, Any]]:
-        """Ask the question of a seed."""
+        """Return the question for the seed of the row."""
         _, entry = self._task(metadata["seed"])
         return EpisodeStart(metadata, {"role": "user", "content": f"{entry['question']}\n{_ADVICE}"})
 
@@ -55,7 +55,7 @@ class ReasoningGymEnvironment(EnvironmentInterface[dict[str, Any]]):
         metadata: list[dict[str, Any]],
         return_extracted_answer: bool = False,
     ) -> EnvironmentReturn[dict[str, Any]]:
-        """Score the last text between `<answer>` and `</answer>` of B answers, or give 0 if there is none."""
+        """Score the text in the last `<answer>...</answer>` of each of B responses. Responses without one get 0."""
         answers = [self._answer(log) for log in message_log_batch]
         scores = [self._score(answer, item["seed"]) for answer, item in zip(answers, metadata, strict=True)]
         return EnvironmentReturn(

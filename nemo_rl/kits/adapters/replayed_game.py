@@ -1,8 +1,9 @@
-"""Plays games whose state is an object of another library and cannot be stored: it is replayed instead.
+"""Play games whose state is an object of another library, which cannot be stored and is restored by replaying actions.
 
-The metadata of an episode holds its seeds and actions. A game that is open in this process continues where it is; after
-a restart it is opened again with the same seeds, and the actions are taken again. Invariant: what a game draws from
-Python's and NumPy's global generators depends on the episode's seed and the number of the action, and on nothing else.
+The metadata of an episode holds its seeds and actions. A game that is open in this process simply continues. After a
+restart, the game is opened again with the same seeds, and its actions are taken again. Invariant: the numbers that a
+game draws from the global generators of Python and NumPy depend only on the episode's seed and the number of the
+action.
 """
 
 import random
@@ -18,7 +19,7 @@ from nemo_rl.kits.games.text_game import GameStart, GameTurn, TextGame
 from nemo_rl.utils.seed import derive_seed
 
 MAX_OPEN = 4096
-"""Games that are kept open; the least recently used ones are closed and replayed when they are needed again."""
+"""Number of games that are kept open. The least recently used game is closed, and replayed when it is needed again."""
 
 
 class GameAnswer(NamedTuple):
@@ -44,7 +45,7 @@ class ReplayedGame[Handle](TextGame):
 
     @abstractmethod
     def open_game(self, seed: int, episode_seed: int) -> tuple[Handle, str]:
-        """Open a game, and return it with its rules and situation as text."""
+        """Open a game, and return the game with a text of its rules and its situation."""
 
     @abstractmethod
     def act(self, handle: Handle, action: str) -> GameAnswer:
@@ -55,14 +56,14 @@ class ReplayedGame[Handle](TextGame):
         """Release a game."""
 
     def start(self, seed: int, split: str, episode_seed: int) -> GameStart:
-        """Open a game, with seeds that differ between splits."""
+        """Open a game. The seeds of different splits differ."""
         state = {"seed": seed, "episode_seed": episode_seed, "actions": []}
         handle, text = self._opened(state)
         self._keep(state, handle)
         return GameStart(state, text)
 
     def play(self, state: dict[str, Any], action: str) -> GameTurn:
-        """Take one action in the game of a state, which is replayed if it is not open."""
+        """Take one action in the game of a state. The game is replayed first if it is not open."""
         handle = self._at(state)
         answer = self._act(handle, state, len(state["actions"]), action)
         after = {**state, "actions": [*state["actions"], action]}
@@ -113,7 +114,7 @@ def _key(state: dict[str, Any]) -> tuple[int, int]:
 
 @contextmanager
 def _global_seeds(seed: int) -> Iterator[None]:
-    """Seed Python's and NumPy's global generators, and give them back their state afterwards."""
+    """Seed the global generators of Python and NumPy, and restore their state at the end."""
     python, numpy = random.getstate(), np.random.get_state()
     random.seed(seed)
     np.random.seed(seed % 2**32)

@@ -1,4 +1,4 @@
-"""Games of TextArena for one player."""
+"""Play games of TextArena for one player."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ _ADVICE = "Write your action between <action> and </action>, in the form that th
 
 
 class TextArenaGame(ReplayedGame[Any]):
-    """One game of TextArena, which gets the text between the tags unchanged.
+    """One game of TextArena. The game gets the text between the action tags unchanged.
 
     Args:
         config: the section `env.textarena`.
@@ -48,7 +48,7 @@ class TextArenaGame(ReplayedGame[Any]):
         return game, f"{game.shown.strip()}\n{_ADVICE}"
 
     def act(self, handle: Any, action: str) -> GameAnswer:
-        """Take one action, with the reward of the game (-1 to 1) at the end."""
+        """Take one action. The reward of the game (-1 to 1) comes with its last action."""
         is_over, _ = handle.step(action)
         if is_over:
             rewards, info = handle.close()
@@ -61,7 +61,7 @@ class TextArenaGame(ReplayedGame[Any]):
         return GameAnswer(observed(added.removeprefix(f"[GAME] {action}\n").strip()), 0.0, False, is_valid)
 
     def close_game(self, handle: Any) -> None:
-        """Drop the game, which holds no resources."""
+        """Do nothing, because a game of TextArena holds no resources."""
 
 
 class TextArenaEnvironment(GameEnvironment):
@@ -79,5 +79,5 @@ class TextArenaEnvironment(GameEnvironment):
 
     @classmethod
     def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
-        """See `EnvironmentInterface.check_section`: make the game once."""
+        """See `EnvironmentInterface.check_section`. The method makes the game once."""
         TextArenaGame(TextArenaConfig.build(**section))

@@ -1,1 +1,1 @@
-"""Programs as answers: find them in a response, run them in a sandbox, and grade them with tests."""
+"""Reward answers that are programs: find programs in responses, run them in a sandbox, and grade them with tests."""

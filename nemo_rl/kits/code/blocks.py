@@ -25,35 +25,35 @@ class _MarkedText(NamedTuple):
     """A marked part of a text."""
 
     kind: _Kind
-    """Mark of the part: a fence, `<code>`, `<think>`, or a `</think>` whose beginning is not in the text."""
+    """Kind of the mark: a fence, `<code>`, `<think>`, or a `</think>` whose `<think>` is not in the text."""
     content: str = ""
-    """The text inside."""
+    """The text inside the mark."""
     info: str = ""
     """The info string of a fence."""
     ends_text: bool = False
-    """Whether only white space follows."""
+    """Whether only white space follows the part."""
 
 
 def code_to_run(text: str) -> str | None:
     """Return the last block between `<code>` and `</code>`, or None if there is no block.
 
-    The end of the text closes a block, because a stop string may have been left out of it. A fence inside of the tags
-    is taken off.
+    The end of the text closes a block, because the closing tag may be a stop string that the text leaves out. A fence
+    inside the tags is removed.
     """
     blocks = [piece.content for piece in _pieces_of_answer(text) if piece.kind == "code"]
     return _without_fence(blocks[-1]) if blocks else None
 
 
 def final_code(text: str) -> str | None:
-    """Return the last fenced block that is Python, else the last block without a language, else None.
+    """Return the last fenced block of Python, or else the last fenced block without a language, or else None.
 
-    Blocks inside of `<code>` do not count, and those in thinking text only if no answer follows it.
+    Blocks inside `<code>` do not count. Blocks in thinking text count only if no answer follows the thinking text.
     """
     return _last_program([piece for piece in _pieces_of_answer(text) if piece.kind == "fence"])
 
 
 def any_code(text: str) -> str | None:
-    """Return the result of `final_code`, or else that of `code_to_run`, reading the text once."""
+    """Return the result of `final_code`, or else the result of `code_to_run`, after reading the text only once."""
     pieces = _pieces_of_answer(text)
     blocks = [piece.content for piece in pieces if piece.kind == "code"]
     found = _last_program([piece for piece in pieces if piece.kind == "fence"])
@@ -79,7 +79,7 @@ def _without_fence(block: str) -> str:
 
 
 def _pieces_of_answer(text: str) -> list[_MarkedText]:
-    """Return the pieces outside of thinking text, or those inside of it if nothing else is there."""
+    """Return the marked parts outside of thinking text, or the parts inside if nothing follows the thinking text."""
     start = _start_of_answer(text)
     pieces = list(_Scanner(text[start:]).pieces())
     ends = [number for number, piece in enumerate(pieces) if piece.kind == "end of thought"]
@@ -92,10 +92,10 @@ def _pieces_of_answer(text: str) -> list[_MarkedText]:
 
 
 def _start_of_answer(text: str) -> int:
-    """Return where the text begins after thinking that the prompt has opened and that leaves a fence open.
+    """Return the position after the thinking that the prompt has opened, or 0 if the text has no such thinking.
 
-    A `</think>` without `<think>` that has a line of its own ends such thinking; inside of a program it would be part
-    of a text.
+    A `</think>` on a line of its own, with no `<think>` before it, ends such thinking, even if a fence is still open. A
+    `</think>` inside a longer line may be a part of a program.
     """
     first = re.search(rf"{_THINK}|^[ \t]*{_END_OF_THOUGHT}[ \t]*\r?$", text, re.MULTILINE)
     if first is None or first.group() == _THINK or not text[first.end() :].strip():
@@ -115,7 +115,7 @@ class _Scanner:
         self._end = last, len(self._lines[last].rstrip())
 
     def pieces(self) -> Iterator[_MarkedText]:
-        """Yield the pieces in their order."""
+        """Yield the marked parts in their order."""
         while self._line < len(self._lines):
             line = self._lines[self._line]
             fence = self._fence_at(line) if self._column or "```" in line or "~~~" in line else None
@@ -137,7 +137,7 @@ class _Scanner:
         return _MarkedText(kind, content, ends_text=self._is_at_end())
 
     def _until(self, closing: str) -> str:
-        """Return the text up to a closing tag or the end, and move after it."""
+        """Return the text up to a closing tag or the end, and move the position after it."""
         parts: list[str] = []
         start = self._column
         while self._line < len(self._lines):
@@ -155,7 +155,7 @@ class _Scanner:
         return (self._line, self._column) >= self._end
 
     def _fence_at(self, line: str) -> re.Match[str] | None:
-        """Return the opening fence at this place, after the marks of quotes and list items."""
+        """Return the opening fence at the current position, after marks of quotes and list items, or None."""
         container = _CONTAINER.match(line, self._column)
         fence = _FENCE.match(line, container.end() if container else self._column)
         if fence is None or (not self._column and container and container.end() == 0 and self._is_indented(fence)):
@@ -189,7 +189,7 @@ class _Scanner:
         return _MarkedText("fence", _outdented(content, 0 if quoted else indent), info)
 
     def _note_list(self, line: str) -> None:
-        """Remember how far the content of the list item of this line is indented."""
+        """Remember the indentation of the content of the list item that begins on this line."""
         if not line.strip():
             return
         end = _CONTAINER.match(line).end()  # type: ignore[union-attr]  # the pattern matches every text
@@ -200,14 +200,14 @@ class _Scanner:
 
 
 def _width(line: str) -> int:
-    """Return the columns of the white space at the beginning of a line."""
+    """Return the width in columns of the white space at the beginning of a line."""
     if not line[:1].isspace():
         return 0
     return len(line[: len(line) - len(line.lstrip())].expandtabs(_TAB))
 
 
 def _outdented(lines: list[str], columns: int) -> str:
-    """Return lines as a text, all without the indentation that they share, at most this many columns."""
+    """Join lines to a text, after removing the indentation that all lines share, but at most `columns` columns."""
     if not columns:
         return "".join(f"{line}\n" for line in lines)
     columns = min([columns, *(len(line) - len(line.lstrip(" ")) for line in lines if line.strip())])

@@ -1,4 +1,4 @@
-"""Programs as answers: run in a sandbox, answered with their output, and graded with tests.
+"""Run programs that a model writes in a sandbox, answer with their output, and grade them with tests.
 
 A turn is one of three:
 
@@ -6,7 +6,8 @@ A turn is one of three:
     is the last one and has tests                    its program is graded, the reward is the share of tests passed
     has neither code nor tests                       the episode ends with a reward of 0
 
-Invariant: a reward always comes from tests that ran; what could not be locked up is an error of its sample.
+Invariant: a reward always comes from tests that ran. A program that could not be run inside the sandbox is an error of
+its sample.
 """
 
 import asyncio
@@ -32,22 +33,22 @@ if TYPE_CHECKING:
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 CodeEnvConfig = CodeEnvironmentConfig
-"""Name of the section in NeMo RL."""
+"""Name of this section's class in NeMo RL."""
 
 
 class CodeEnvMetadata(TypedDict):
     """Metadata of a sample."""
 
     ground_truth: NotRequired[str]
-    """The tests, see `nemo_rl.kits.code.grading`; without it nothing is graded."""
+    """The tests as JSON (see `nemo_rl.kits.code.grading`). Without tests nothing is graded."""
     context: NotRequired[dict[str, Any]]
-    """Variables that the first block of code starts with: plain data."""
+    """Variables that exist before the first block of code runs. Their values are plain data."""
     working_dir: NotRequired[str | None]
     """Folder whose files are copied into the scratch folder of each program."""
     blocks: NotRequired[list[str]]
-    """Code that ran in the turns so far; set by `step`."""
+    """Blocks of code that ran in earlier turns; set by `step`."""
     verdict: NotRequired[tuple[int, int, str]]
-    """Checks passed, all checks, and why the program ended; set by grading."""
+    """Number of passed checks, number of all checks, and why the program ended; set by grading."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class CodeEnvironment(EnvironmentInterface[CodeEnvMetadata]):
         cfg: The `env.code` section (or its dict).
 
     Raises:
-        SandboxError: This machine cannot lock programs up in the way of `cfg.sandbox`.
+        SandboxError: This machine does not support the sandbox mechanism `cfg.sandbox`.
     """
 
     gives_answers: ClassVar[bool] = True
@@ -84,7 +85,7 @@ class CodeEnvironment(EnvironmentInterface[CodeEnvMetadata]):
 
     @classmethod
     def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
-        """See `EnvironmentInterface.check_section`: find a mechanism that locks programs up on this machine."""
+        """See `EnvironmentInterface.check_section`. The method checks that this machine supports a sandbox."""
         Sandbox(mechanism=CodeEnvironmentConfig.of(section).sandbox).close()
 
     async def step(  # type: ignore[override]  # the interface allows coroutine functions
@@ -93,7 +94,7 @@ class CodeEnvironment(EnvironmentInterface[CodeEnvMetadata]):
         metadata: list[CodeEnvMetadata],
         return_extracted_answer: bool = False,
     ) -> EnvironmentReturn[CodeEnvMetadata]:
-        """Run or grade the code of B turns, `num_workers` at the same time.
+        """Run or grade the code of B turns, up to `num_workers` of them at the same time.
 
         Args:
             message_log_batch: B conversations; only the last message counts.
@@ -120,7 +121,8 @@ class CodeEnvironment(EnvironmentInterface[CodeEnvMetadata]):
     ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
         """Compute metrics over B rollouts without changing their rewards.
 
-        `accuracy` is the share of samples that pass all tests, `ended_by_<limit>` the share that a limit ended.
+        `accuracy` is the share of samples that pass all tests, and `ended_by_<limit>` the share whose program exceeded
+        this limit.
         """
         verdicts = [item.get("verdict") or (0, 1, str(End.EXITED)) for item in batch["extra_env_info"]]
         right = torch.tensor([passed == total for passed, total, _ in verdicts], dtype=torch.float32)
@@ -138,7 +140,7 @@ class CodeEnvironment(EnvironmentInterface[CodeEnvMetadata]):
         }
 
     def shutdown(self) -> None:
-        """Wait for the programs that run, at most as long as their limits allow."""
+        """Wait for the running programs, at most as long as their limits allow."""
         self._threads.shutdown(cancel_futures=True)
 
     def _take(self, text: str, metadata: CodeEnvMetadata) -> _Turn:

@@ -1,11 +1,11 @@
-"""Grade a solution with tests that it cannot read, change or answer for.
+"""Grade a solution with tests that the solution can neither read nor change.
 
     OutputTests   one sandbox for each input; what it prints is compared here
     CallTests     two sandboxes that know each other only through two pipes:
                      solution: runs the model's code, gets arguments, sends results as plain data
                      checks:   runs the tests, counts, and writes the counts into a file of its own
 
-Invariant: no code of the solution runs where a test or a verdict is.
+Invariant: no code of the solution runs in a sandbox that contains a test or a verdict.
 """
 
 import json
@@ -32,21 +32,21 @@ class CallTests:
 
     tests: tuple[str, ...]
     """Source code of tests: `assert` statements, functions `test...`, classes of `unittest`. Each assert statement is a
-    check, and so is a test without one; an exception outside of an assert is a failed check."""
+    check, and so is a test without an assert statement. An exception outside of an assert is a failed check."""
     setup: str = ""
-    """Source code that runs before them, such as imports and helper functions, which a solution cannot change."""
+    """Source code that runs before the tests, such as imports and helper functions. A solution cannot change it."""
     names: tuple[str, ...] = ()
-    """Names that `setup` defines too, but of which the tests use the solution's."""
+    """Names that both `setup` and the solution define, and for which the tests use the solution's object."""
 
 
 @dataclass(frozen=True)
 class OutputTests:
-    """Tests of a whole program: what it prints for an input."""
+    """Tests of a whole program by its output for given inputs."""
 
     inputs: tuple[str, ...]
-    """Texts of standard input."""
+    """Standard input of each test."""
     outputs: tuple[str, ...]
-    """The expected standard output for each; trailing white space of lines and of the end does not count."""
+    """Expected standard output of each test. Trailing white space of lines and of the whole output does not count."""
 
 
 type Tests = CallTests | OutputTests
@@ -58,10 +58,10 @@ def tests_text(tests: Tests) -> str:
 
 
 def parse_tests(given: str | Mapping[str, Any]) -> Tests:
-    """Return the tests of a JSON text, or of the mapping that it holds.
+    """Return the tests that a JSON text or a parsed JSON object describes.
 
     Raises:
-        DataError: It is neither kind of tests.
+        DataError: `given` is neither `CallTests` nor `OutputTests`.
     """
     try:
         fields = json.loads(given) if isinstance(given, str) else dict(given)
@@ -99,11 +99,11 @@ class SolutionVerdict:
     """Result of the checks of a solution."""
 
     num_passed: int
-    """Checks passed."""
+    """Number of passed checks."""
     num_checks: int
-    """All checks; those that a solution prevented from running count as failed."""
+    """Number of all checks. Checks that a solution prevented from running count as failed."""
     end: End = End.EXITED
-    """Why its program ended, the first one that did not end by itself."""
+    """Reason why the first of the solution's programs ended that did not end by itself."""
 
     @property
     def share(self) -> float:
@@ -117,10 +117,10 @@ class SolutionVerdict:
 
 
 class SolutionGrader:
-    """Grades solutions, also from several threads at once.
+    """Grades solutions. It is thread-safe.
 
     Args:
-        sandbox: Where solutions run, with their limits: of each input, or of all calls together.
+        sandbox: Sandbox in which solutions run. Its limits hold for each input, or for all calls together.
     """
 
     def __init__(self, sandbox: Sandbox) -> None:
@@ -133,7 +133,7 @@ class SolutionGrader:
         """Grade the source code of a solution.
 
         Raises:
-            SandboxError: It could not be locked up, so it did not run.
+            SandboxError: The sandbox could not be set up, so the solution did not run.
         """
         solution = without_mark(solution)
         if isinstance(tests, OutputTests):
@@ -162,7 +162,7 @@ class SolutionGrader:
         return SolutionVerdict(*_counted(counts), outcome.end)
 
     def _run_both(self, served: Program, checks: Program, answers_in: "_Descriptor") -> ProgramOutcome:
-        """Run both programs, and return the result of the solution."""
+        """Run the program of the solution and the program of the checks, and return the outcome of the solution."""
         done, failed = threading.Event(), threading.Event()
         with ThreadPoolExecutor(1, thread_name_prefix="checks") as thread:
             checking = thread.submit(self._run_checks, checks, done, failed)
@@ -184,7 +184,7 @@ class SolutionGrader:
 
 
 class _Descriptor:
-    """An open file descriptor, closed once."""
+    """A file descriptor, which is closed only once."""
 
     def __init__(self, number: int, open_descriptors: ExitStack) -> None:
         self.number = number
@@ -192,7 +192,7 @@ class _Descriptor:
         open_descriptors.callback(self.close)
 
     def close(self) -> None:
-        """Close it, unless it is closed already."""
+        """Close the descriptor, unless it is closed already."""
         if self._is_open:
             self._is_open = False
             os.close(self.number)
@@ -207,7 +207,7 @@ def _program(modules: tuple[str, ...], files: dict[str, bytes], *descriptors: _D
 
 
 def _counted(counts: bytes) -> tuple[int, int]:
-    """Return the passed checks and all checks, of which at least one failed if the tests did not reach their end."""
+    """Return the numbers of passed and of all checks. At least one check failed if the tests did not end properly."""
     if len(counts) < _COUNTS.size:
         return 0, 1
     passed, failed, num_known, finished = _COUNTS.unpack(counts)

@@ -1,4 +1,4 @@
-"""Run blocks of code of an episode, so that later blocks see the variables of earlier ones."""
+"""Run the blocks of code of an episode, so that later blocks can use the variables of earlier ones."""
 
 import json
 import marshal
@@ -17,7 +17,7 @@ from nemo_rl.utils.errors import DataError
 
 _INSIDE = Path(__file__).parent / "inside"
 _ELSEWHERE = {"program_tests": Path(program_tests.__file__)}
-_HEADER_REST = bytes(12)  # flags, and time and size of the source, which are not compared
+_HEADER_REST = bytes(12)  # flags, time and size of the source, which are not compared
 
 
 @cache
@@ -30,7 +30,7 @@ def source_of(name: str) -> str:
 def compiled(name: str) -> bytes:
     """Return a module as the content of a file `.pyc`, which Python imports faster than its source.
 
-    Programs in the sandbox run on the Python of this process, so its byte code fits.
+    Programs in the sandbox run with the Python of this process, so they can use its byte code.
     """
     code = compile(source_of(name), f"{name}.py", "exec")
     return MAGIC_NUMBER + _HEADER_REST + marshal.dumps(code)
@@ -44,14 +44,14 @@ def program_of(
 ) -> Program:
     """Return one fresh program that runs all blocks and prints the output of the last block.
 
-    Nothing of a block lives on in a process: the earlier ones run again, which any process of the environment can do
-    after a restart. They have to give the same variables again, so random numbers need a seed.
+    No process keeps the variables of earlier blocks. The earlier blocks run again each time, which also works after a
+    restart of the environment. They have to give the same variables again, so random numbers need a seed.
 
     Args:
         blocks: Code of the episode, oldest first.
-        context: Variables that the first block starts with: plain data.
+        context: Variables that exist before the first block runs. Their values are plain data.
         working_dir: A folder whose files are copied into the scratch folder.
-        max_bytes: Most bytes of these files.
+        max_bytes: Largest total size of these files in bytes.
 
     Raises:
         DataError: A variable is no plain data, or the folder is too large.
@@ -67,7 +67,7 @@ def program_of(
 
 
 def came_to_end(outcome: ProgramOutcome) -> bool:
-    """Return whether all blocks ended, also with an exception, because others would end every later run too."""
+    """Return whether all blocks ended, if only with an exception. Any other last block would end every later run."""
     return outcome.end is End.EXITED and outcome.exit_code in (COMPLETED, RAISED)
 
 
@@ -101,7 +101,7 @@ def files_of(folder: str, max_bytes: int) -> dict[str, bytes]:
 
 
 def text_of_outcome(outcome: ProgramOutcome) -> str:
-    """Return what a model is told about a run: its output, an error, and the limit that ended it."""
+    """Return the text that a model reads about a run: its output, an error, and the limit that ended the run."""
     text = (outcome.stdout + outcome.stderr).strip("\n")
     if outcome.end is not End.EXITED:
         text += f"\nThe program was ended: it went beyond the limit of {outcome.end}."
@@ -111,7 +111,7 @@ def text_of_outcome(outcome: ProgramOutcome) -> str:
 
 
 def observation_of(outcome: ProgramOutcome, max_chars: int) -> str:
-    """Return the observation after a run, without the middle of a long output."""
+    """Return the observation after a run. A long output loses its middle."""
     text = text_of_outcome(outcome)
     if len(text) > max_chars:
         half = max_chars // 2

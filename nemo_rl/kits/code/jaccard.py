@@ -1,4 +1,4 @@
-"""Similarity of an answer with a reference program: nothing is run, one turn."""
+"""Reward the similarity of an answer with a reference program in one turn, without running anything."""
 
 import re
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 CodeJaccardEnvConfig = CodeJaccardEnvironmentConfig
-"""Name of the section in NeMo RL."""
+"""Name of this section's class in NeMo RL."""
 
 _TOKEN = re.compile(r"\w+|[^\w\s]")
 
@@ -31,7 +31,8 @@ class CodeJaccardEnvironmentMetadata(TypedDict):
 def jaccard_similarity(one: str, other: str) -> float:
     r"""Return |A ∩ B| / |A ∪ B| of the sets A and B of words and punctuation characters, or 1.0 for two empty texts.
 
-    The index of Jaccard, "The distribution of the flora in the alpine zone", New Phytologist 11 (1912), 37-50.
+    The index is defined in Jaccard, "The distribution of the flora in the alpine zone", New Phytologist 11 (1912),
+    37-50.
     """
     ours, theirs = set(_TOKEN.findall(one)), set(_TOKEN.findall(other))
     return len(ours & theirs) / len(ours | theirs) if ours or theirs else 1.0

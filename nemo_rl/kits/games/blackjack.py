@@ -1,7 +1,7 @@
 """Blackjack against a dealer with fixed rules, from an endless deck: a game of chance with a known optimal policy.
 
 The rules are those of Sutton and Barto, Reinforcement Learning: An Introduction (2nd edition), example 5.1. Invariant:
-the hands at the start follow from the seed of the row, every later card from the seed of the episode.
+the seed of the row determines the hands at the start, and the seed of the episode determines every later card.
 """
 
 import random
@@ -16,10 +16,10 @@ from nemo_rl.kits.games.text_game import GameEnvironment, GameStart, GameTurn, T
 from nemo_rl.utils.seed import derive_seed
 
 CARDS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 10, 10, 10)
-"""Values of the thirteen ranks, all equally likely; 1 is the ace."""
+"""Values of the thirteen ranks, which are all equally likely. The value 1 is the ace."""
 DEALER_STANDS_AT = 17
 HELD_OUT_ONE_IN = 10
-"""One start in ten belongs to episodes of validation only."""
+"""One start in this number of starts is used only for validation."""
 
 RULES = (
     "Blackjack: come closer to 21 than the dealer, but not above. The ace A counts 11 if the sum allows it, else 1. "
@@ -29,17 +29,17 @@ RULES = (
 
 
 class BlackjackGame(TextGame):
-    """The game, in which the player wins 1, loses 1, or gets 0 for equal hands.
+    """The game. The reward is 1 for a win, -1 for a loss, and 0 for equal hands.
 
-    Starts with 21 in the first two cards are left out, because nothing is to decide. A dealer with 21 in two cards
-    beats 21 in more.
+    Starts in which the player's two cards have the value 21 are left out, because the player has nothing to decide. A
+    dealer with 21 in two cards wins against 21 in more cards.
     """
 
     results: ClassVar[Sequence[str]] = ("won", "drawn", "lost")
     out_of_moves_reward: ClassVar[float] = -1.0
 
     def start(self, seed: int, split: str, episode_seed: int) -> GameStart:
-        """Deal hands of the split: one start in ten belongs to validation, all others to training."""
+        """Deal the hands of a split. One start in ten belongs to validation, and all others belong to training."""
         rng = random.Random(derive_seed(seed, "blackjack"))
         while True:
             player, shown = [rng.choice(CARDS), rng.choice(CARDS)], rng.choice(CARDS)
@@ -90,26 +90,26 @@ class BlackjackEnv(GameEnvironment):
 
 
 def hand_value(cards: Sequence[int]) -> tuple[int, bool]:
-    """Return the value of a hand, and whether an ace counts 11 in it."""
+    """Return the value of a hand, and whether an ace counts as 11 in this value."""
     total = sum(cards)
     soft = 1 in cards and total + 10 <= 21
     return total + 10 * soft, soft
 
 
 def is_held_out(player: Sequence[int], shown: int) -> bool:
-    """Return whether hands start episodes of validation, which depends only on the cards and not on their order."""
+    """Return whether hands start episodes of validation. The answer depends on the cards and not on their order."""
     return derive_seed(0, "blackjack", *sorted(player), shown) % HELD_OUT_ONE_IN == 0
 
 
 def situation(state: Mapping[str, Any]) -> str:
-    """Return the hands as text, with the player's value."""
+    """Return a text with both hands and the value of the player's hand."""
     value, soft = hand_value(state["player"])
     hand = " ".join(map(_name, state["player"]))
     return observed(f"hand {hand} is {'soft ' if soft else ''}{value}\ndealer {_name(state['dealer'])}")
 
 
 def _card(seed: int, number: int) -> int:
-    """Return the card that is drawn as this number of an episode, from 0."""
+    """Return the card with this number, from 0, among the cards that are drawn in an episode."""
     return CARDS[derive_seed(seed, "card", number) % len(CARDS)]
 
 
@@ -118,27 +118,27 @@ def _name(card: int) -> str:
 
 
 class Hands(NamedTuple):
-    """A situation of the player."""
+    """A situation, as the player sees it."""
 
     value: int
-    """Value of the own hand."""
+    """Value of the player's hand."""
     soft: bool
-    """Whether an ace counts 11 in it."""
+    """Whether an ace counts as 11 in the value."""
     dealer: int
-    """The dealer's card that is shown."""
+    """The dealer's visible card."""
 
 
 type Policy = Callable[[Hands], float]
-"""Situation -> probability of `hit`."""
+"""Function that returns the probability of `hit` in a situation."""
 
 
 def random_policy(hands: Hands) -> float:
-    """Return the probability of `hit` of a player who chooses at random."""
+    """Return the probability of `hit` for a player who chooses at random."""
     return 0.5
 
 
 def optimal_policy(hands: Hands) -> float:
-    """Return 1.0 where `hit` has the larger expected reward, 0.0 where `stand` has it."""
+    """Return 1.0 if `hit` has the larger expected reward, or 0.0 if `stand` has it."""
     return float(hit_value(hands) > stand_value(hands))
 
 
@@ -147,7 +147,7 @@ def expected_reward(policy: Policy, split: str | None = None) -> float:
 
     Args:
         policy: a probability of `hit` for each situation.
-        split: "train" or "validation": only the starts of these episodes; None: all.
+        split: "train" or "validation" for only the starts of this split, or None for all starts.
     """
 
     @cache
@@ -160,7 +160,7 @@ def expected_reward(policy: Policy, split: str | None = None) -> float:
 
 
 def starts(split: str | None = None) -> Iterator[Hands]:
-    """Yield the situations at the start, as often as they are likely, except 21 in two cards."""
+    """Yield the situations at the start in proportion to their probabilities, without hands with 21 in two cards."""
     for first, second, shown in product(CARDS, repeat=3):
         value, soft = hand_value((first, second))
         if value < 21 and split in (None, "validation" if is_held_out((first, second), shown) else "train"):
@@ -181,7 +181,7 @@ def hit_value(hands: Hands) -> float:
 
 
 def _mean_after_card(hands: Hands, value_of: Callable[[Hands], float]) -> float:
-    """Return the mean over the next card of the value of the new situation, -1 above 21."""
+    """Return the mean value of the situation after the next card, where a hand above 21 has the value -1."""
     after = [_with_card(hands.value, hands.soft, card) for card in CARDS]
     return fmean(-1.0 if value > 21 else value_of(Hands(value, soft, hands.dealer)) for value, soft in after)
 
@@ -194,7 +194,7 @@ def _with_card(value: int, soft: bool, card: int) -> tuple[int, bool]:
 
 @cache
 def _dealer_ends(value: int, has_ace: bool, num_cards: int) -> dict[tuple[int, bool], float]:
-    """Return the chance of each final hand of the dealer, given the hard value so far: (value, 21 in two cards)."""
+    """Return the probability of each final hand of the dealer, as value and whether it is 21 in two cards."""
     soft = has_ace and value + 10 <= 21
     if num_cards > 1 and value + 10 * soft >= DEALER_STANDS_AT:
         return {(value + 10 * soft, value + 10 * soft == 21 and num_cards == 2): 1.0}

@@ -1,4 +1,4 @@
-"""The sliding puzzle: numbered tiles and one empty cell, to be brought into order.
+"""The sliding puzzle, in which numbered tiles are moved into order with the help of one empty cell.
 
 A move names the direction in which a tile slides into the empty cell. Invariant: every board can be solved, because it
 is made by shuffling the solution, and no episode starts with a solved board.
@@ -31,14 +31,14 @@ Grid = tuple[tuple[int, ...], ...]
 
 
 def shortest_solution(grid: Sequence[Sequence[int]], limit: int) -> int | None:
-    """Return the fewest moves that solve a board, found by breadth-first search from both ends.
+    """Return the smallest number of moves that solve a board, by breadth-first search from both ends.
 
     Args:
         grid: tiles by row; 0 is the empty cell.
         limit: largest number of moves to search.
 
     Returns:
-        The number of moves; None if it is above `limit`.
+        The number of moves, or None if it is above `limit`.
     """
     start = tuple(tuple(row) for row in grid)
     size = len(start)
@@ -55,7 +55,7 @@ def shortest_solution(grid: Sequence[Sequence[int]], limit: int) -> int | None:
 
 
 def solution_lengths(size: int) -> dict[Grid, int]:
-    """Return the fewest moves to the solution of every board that can be solved, for `size` 2 or 3."""
+    """Return the smallest number of moves to the solution for each board that can be solved, for `size` 2 or 3."""
     tiles = (*range(1, size * size), 0)
     goal = tuple(tiles[row * size : (row + 1) * size] for row in range(size))
     lengths, front = {goal: 0}, [goal]
@@ -65,7 +65,7 @@ def solution_lengths(size: int) -> dict[Grid, int]:
 
 
 def random_solve_rate(grid: Sequence[Sequence[int]], max_moves: int) -> float:
-    """Return the probability that random allowed moves solve a board in time.
+    """Return the probability that random allowed moves solve a board within `max_moves` moves.
 
     Args:
         grid: tiles by row; 0 is the empty cell.
@@ -82,7 +82,7 @@ def random_solve_rate(grid: Sequence[Sequence[int]], max_moves: int) -> float:
 
     @cache
     def distance(board: Grid) -> int:
-        """Return the sum of the ways of all tiles to their places, at most the number of moves needed."""
+        """Return the sum of the tiles' distances from their places, a lower bound of the number of moves."""
         width = len(board[0])
         places = [(tile - 1, row, column) for row, line in enumerate(board) for column, tile in enumerate(line) if tile]
         return sum(abs(tile // width - row) + abs(tile % width - column) for tile, row, column in places)
@@ -120,24 +120,24 @@ __all__ = [
 ]
 
 SlidingPuzzleMetadata = GameMetadata
-"""Name of the state of an episode in NeMo RL."""
+"""Name of the type of an episode's state in NeMo RL."""
 
 HELD_OUT_ONE_IN = 10
-"""One board in ten starts episodes of validation only."""
+"""One board in this number of boards is used only for validation."""
 MAX_SHUFFLES_TO_SOLVE = 16
-"""Up to this many shuffle moves the shortest solution is searched, a few thousand boards at most."""
+"""Largest number of shuffle moves for which the shortest solution is searched, among a few thousand boards at most."""
 _MAX_TRIES = 40
-"""Boards that are drawn for each number of moves to find one of the split; few moves have few boards."""
+"""Number of boards that are drawn for each number of moves to find one of the split. Few moves lead to few boards."""
 
 _STEPS = {"up": (1, 0), "down": (-1, 0), "left": (0, 1), "right": (0, -1)}
-"""Action -> place of the tile that moves, relative to the empty cell."""
+"""Place of the tile that each action moves, relative to the empty cell."""
 
 
 class BoardState(TypedDict):
-    """State of a game, `game_state` of the metadata."""
+    """State of a game, which is `game_state` in the metadata."""
 
     size: int
-    """Rows and columns."""
+    """Number of rows and of columns."""
     grid: list[list[int]]
     """Tiles by row; 0 is the empty cell."""
     solution: list[list[int]]
@@ -145,24 +145,24 @@ class BoardState(TypedDict):
     empty_pos: tuple[int, int]
     """Row and column of the empty cell, from 0."""
     commands: dict[str, str]
-    """Actions with their meaning."""
+    """Meaning of each action."""
     optimal_moves: int | None
-    """Fewest moves that solved the board at the start; None if they were not searched."""
+    """Smallest number of moves that solves the board at the start, or None if it was not searched."""
 
 
 class SlidingPuzzleGameLogic:
-    """The rules, as functions of a state that they never change in place."""
+    """The rules, as functions that return a new state and never change a given one."""
 
     @staticmethod
     def generate(config: Mapping[str, Any], seed: int | None = None) -> dict[str, Any]:
         """Shuffle a solved board.
 
-        Each move is drawn at random among those that do not undo the previous one.
+        Each move is drawn at random among the moves that do not undo the previous move.
 
         Args:
-            config: `size`, `shuffle_moves`, and `min_shuffle_moves`, from which the number of moves is drawn up to
-                `shuffle_moves`; null: exactly `shuffle_moves`.
-            seed: chooses the moves; None: another board for each call.
+            config: `size`, `shuffle_moves` and `min_shuffle_moves`. The number of moves is drawn between the two
+                limits, and is `shuffle_moves` if `min_shuffle_moves` is null.
+            seed: seed of the moves. With None, each call returns another board.
         """
         board, rng = SlidingPuzzleBoard.of(config), random.Random(seed)
         return _shuffled(_solved(board.size), rng.choice(_numbers_of_moves(board)), rng)
@@ -182,10 +182,10 @@ class SlidingPuzzleGameLogic:
 
         Args:
             action: `up`, `down`, `left`, `right`, `slide ROW COLUMN` (from 1) or `view`.
-            game_state: the state before it.
+            game_state: the state before the action.
 
         Returns:
-            Message, reward (1.0 if the board is solved now), whether the game is over, and the state after it.
+            Message, reward (1.0 if the board is solved now), whether the game is over, and the state after the action.
         """
         turn = SlidingPuzzleGame.turn(game_state, action)
         return turn.text, turn.reward, turn.result is not None, turn.state
@@ -201,7 +201,7 @@ class SlidingPuzzleGame(TextGame):
 
     Args:
         board: size and shuffle moves.
-        max_moves: for the rules in the prompt.
+        max_moves: limit of moves that the rules in the prompt state.
 
     Raises:
         ConfigError: no board belongs to training, or none to validation.
@@ -214,7 +214,7 @@ class SlidingPuzzleGame(TextGame):
             self._generate(0, split)
 
     def start(self, seed: int, split: str, episode_seed: int) -> GameStart:
-        """Generate the board of a seed: one board in ten belongs to validation, all others to training."""
+        """Generate the board of a seed. One board in ten belongs to validation, and all others belong to training."""
         state = self._generate(seed, split)
         most = self._board.shuffle_moves
         if most <= MAX_SHUFFLES_TO_SOLVE:
@@ -227,7 +227,7 @@ class SlidingPuzzleGame(TextGame):
 
     @staticmethod
     def turn(state: dict[str, Any], action: str) -> GameTurn:
-        """Take one action, see `SlidingPuzzleGameLogic.step`."""
+        """Take one action (see `SlidingPuzzleGameLogic.step`)."""
         if action == "view":
             return GameTurn(state, SlidingPuzzleGameLogic.render(state))
         place = _tile_to_move(state, action)
@@ -240,13 +240,13 @@ class SlidingPuzzleGame(TextGame):
         return GameTurn(after, SlidingPuzzleGameLogic.render(after))
 
     def metrics(self, states: Sequence[GameMetadata]) -> dict[str, float]:
-        """Return `moves_over_optimum`: mean number of moves of solved games beyond the shortest solution."""
+        """Return `moves_over_optimum`, the mean number of moves of solved games beyond the shortest solution."""
         best = [(state["num_moves"], state["game_state"].get("optimal_moves")) for state in states if _is_solved(state)]
         extra = [moves - fewest for moves, fewest in best if fewest is not None]
         return {"moves_over_optimum": fmean(extra)} if extra else {}
 
     def _generate(self, seed: int, split: str) -> dict[str, Any]:
-        """Draw the number of moves first, so that both splits have equally difficult boards as far as there are any."""
+        """Generate a board of a split. Its number of moves is drawn first, so that both splits are equally hard."""
         rng, solved = random.Random(derive_seed(seed, "board")), _solved(self._board.size)
         numbers = _numbers_of_moves(self._board)
         for number, _ in product(rng.sample(numbers, len(numbers)), range(_MAX_TRIES)):
@@ -261,10 +261,10 @@ class SlidingPuzzleGame(TextGame):
 
 
 class SlidingPuzzleEnv(GameEnvironment):
-    """The environment `sliding_puzzle_game`: 1.0 for the move that solves the board, 0.0 for every other one.
+    """The environment `sliding_puzzle_game`. The move that solves the board gets 1.0, and every other move gets 0.0.
 
     Args:
-        cfg: `env.sliding_puzzle_game`, or what is below its `cfg`; None: the defaults.
+        cfg: the section `env.sliding_puzzle_game` or the mapping below its key `cfg`, or None for the defaults.
     """
 
     continues_episodes = True
@@ -275,12 +275,12 @@ class SlidingPuzzleEnv(GameEnvironment):
 
     @classmethod
     def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
-        """See `EnvironmentInterface.check_section`: generate a board of each split."""
+        """See `EnvironmentInterface.check_section`. The method generates a board of each split."""
         cls(section)
 
 
 def is_held_out(grid: Sequence[Sequence[int]]) -> bool:
-    """Return whether a board starts episodes of validation, which its tiles alone decide."""
+    """Return whether a board starts episodes of validation. The answer depends only on the tiles."""
     return derive_seed(0, "sliding_puzzle", *[tile for row in grid for tile in row]) % HELD_OUT_ONE_IN == 0
 
 
@@ -316,7 +316,7 @@ def _numbers_of_moves(board: SlidingPuzzleBoard) -> list[int]:
 
 
 def _shuffled(state: dict[str, Any], num_moves: int, rng: random.Random) -> dict[str, Any]:
-    """Return the state after random moves, or one move more if they solved the board."""
+    """Return the state after random moves. If these moves solved the board, one more move is made."""
     before = None
     for _ in range(num_moves):
         row, column = state["empty_pos"]
@@ -332,7 +332,7 @@ def _is_on_board(state: dict[str, Any], place: tuple[int, int]) -> bool:
 
 
 def _tile_to_move(state: dict[str, Any], action: str) -> tuple[int, int] | None:
-    """Return row and column of the tile that an action moves, or None if the rules do not allow the action."""
+    """Return the row and column of the tile that an action moves, or None if the rules do not allow the action."""
     row, column = state["empty_pos"]
     name, *numbers = action.split() or [""]
     if name in _STEPS and not numbers:
@@ -355,6 +355,6 @@ def _moved(state: dict[str, Any], place: tuple[int, int]) -> dict[str, Any]:
 
 
 def _grid_text(grid: Sequence[Sequence[int]]) -> str:
-    """Return a line for each row, with a space before each tile that makes it the same token in every column."""
+    """Return the rows as lines, with a space before each tile, so that a tile is the same token in every column."""
     width = len(str(len(grid) ** 2 - 1)) + 1
     return "\n".join("".join((str(tile) if tile else "_").rjust(width) for tile in row) for row in grid)

@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 ACTION_END = "</action>"
 
 TRUNCATED = "truncated"
-"""Name of the metric of episodes that a limit of tokens or turns cut off."""
+"""Name of the metric that counts episodes that a limit of tokens or turns cut off."""
 
 
 class GameMetadata(TypedDict):
-    """State of an episode, from `open_episode` on."""
+    """State of an episode, beginning with `open_episode`."""
 
     game_state: dict[str, Any]
     """State of the game, made of plain values."""
     num_moves: int
     """Number of actions so far, valid or not."""
     max_moves: int | None
-    """Number of actions after which the episode ends; None: no limit."""
+    """Number of actions after which the episode ends, or None for no limit."""
     invalid_actions: NotRequired[int]
     """Number of turns without an action that the rules allow."""
     result: NotRequired[str | None]
-    """How the game ended, one of `TextGame.results`; None before its end."""
+    """How the game ended, which is one of `TextGame.results`, or None before its end."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,13 @@ class GameTurn:
     """The effect of one action."""
 
     state: dict[str, Any]
-    """State after it."""
+    """State after the action."""
     text: str
     """Answer to the model."""
     reward: float = 0.0
     """Reward of this action."""
     result: str | None = None
-    """How the game ended, one of `TextGame.results`; None if it goes on."""
+    """How the game ended, which is one of `TextGame.results`, or None if the game goes on."""
     is_valid: bool = True
     """Whether the rules allow the action."""
 
@@ -73,10 +73,10 @@ class TextGame(ABC):
     """The rules of a game for one player."""
 
     results: ClassVar[Sequence[str]] = ("solved", "failed")
-    """Ways in which a game ends, the names of metrics; the last one is that of a player whose moves are used up, with
-    `out_of_moves_reward`."""
+    """Ways in which a game can end, which are also names of metrics. The last one is the result of a player whose moves
+    are used up, and who gets `out_of_moves_reward`."""
     out_of_moves_reward: ClassVar[float] = 0.0
-    """Reward for the move with which they are used up."""
+    """Reward for the move with which the player's moves are used up."""
 
     @abstractmethod
     def start(self, seed: int, split: str, episode_seed: int) -> GameStart:
@@ -85,7 +85,7 @@ class TextGame(ABC):
         Args:
             seed: seed of the situation at the start, the same for all samples of a prompt.
             split: "train" or "validation", whose situations differ.
-            episode_seed: seed of what happens afterwards, a different one for each sample.
+            episode_seed: seed of everything that happens afterwards, which differs between samples.
         """
 
     @abstractmethod
@@ -96,18 +96,18 @@ class TextGame(ABC):
         """Release what a game holds, at the end of its episode."""
 
     def metrics(self, states: Sequence[GameMetadata]) -> dict[str, float]:
-        """Compute further metrics of finished episodes."""
+        """Compute metrics of finished episodes in addition to those of all games."""
         return {}
 
 
 class GameEnvironment(EnvironmentInterface[GameMetadata]):
     """An environment that plays a `TextGame`.
 
-    Rows of the data set `episodes` have the seed of their game; rows of another data set may have the `game_state`
-    instead, and a prompt that shows it.
+    Rows of the data set `episodes` have the seed of their game. Rows of other data sets may instead have a
+    `game_state`, and a prompt that shows this state.
 
     Args:
-        max_moves: number of actions after which an episode ends without success; None: only the game ends it.
+        max_moves: number of actions after which an episode ends without success, or None for no limit.
     """
 
     def __init__(self, game: TextGame, max_moves: int | None = None) -> None:
@@ -115,7 +115,7 @@ class GameEnvironment(EnvironmentInterface[GameMetadata]):
         self._max_moves = max_moves
 
     def open_episode(self, metadata: Any) -> EpisodeStart[GameMetadata]:
-        """Set up the game of a sample, which the first message shows.
+        """Set up the game of a sample, and return a first message that shows the game.
 
         Raises:
             ValueError: the row has neither a seed nor a state.
@@ -134,7 +134,7 @@ class GameEnvironment(EnvironmentInterface[GameMetadata]):
     def step(
         self, message_log_batch: list["LLMMessageLogType"], metadata: list[GameMetadata]
     ) -> EnvironmentReturn[GameMetadata]:
-        """Take one action in each of B games, with the `metadata` of `open_episode` or of the previous step."""
+        """Take one action in each of B games, given the `metadata` of `open_episode` or of the previous step."""
         turns = [
             self._turn(content_text(log[-1]["content"]), item)
             for log, item in zip(message_log_batch, metadata, strict=True)
@@ -163,8 +163,8 @@ class GameEnvironment(EnvironmentInterface[GameMetadata]):
     ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
         """Compute metrics over B episodes without changing their rewards.
 
-        The share of each result, and of truncated episodes, which a limit of tokens or turns cut off; `num_moves` and
-        `invalid_actions`, means over all episodes; and the metrics of the game.
+        The metrics are the share of each result, the share of truncated episodes (which a limit of tokens or turns cut
+        off), the means of `num_moves` and `invalid_actions` over all episodes, and the metrics of the game.
         """
         states: list[GameMetadata] = batch["extra_env_info"]
         ends = [state.get("result") for state in states]
@@ -197,12 +197,12 @@ class GameEnvironment(EnvironmentInterface[GameMetadata]):
 
 
 def observed(text: str) -> str:
-    """Return a situation between the tags that set it apart from other text."""
+    """Return a situation between tags that separate it from other text."""
     return f"<environment>\n{text}\n</environment>"
 
 
 def settings_of(cfg: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the settings of a game, which are `cfg` of its section or the mapping itself."""
+    """Return the settings of a game, which are the mapping itself or the mapping at its key `cfg`."""
     section = dict(cfg or {})
     return dict(section["cfg"] or {}) if "cfg" in section else section
 

@@ -1,7 +1,7 @@
-"""The judge of an OpenAI-compatible endpoint.
+"""A judge at an OpenAI-compatible endpoint.
 
-Invariant: a request ends within its time limit with the judge's text or a `JudgeError`; of a response at most a
-megabyte is read; no error and no log line holds the key.
+Invariant: a request ends within its time limit with the judge's text or a `JudgeError`. At most one megabyte of a
+response is read. No error message and no log line contains the key.
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ class Endpoint(JudgeModel):
         )
 
     def body(self, prompt: str) -> dict[str, Any]:
-        """See `JudgeModel.body`: with the fields of the configuration."""
+        """See `JudgeModel.body`. The request also has the extra fields of the configuration."""
         return {**super().body(prompt), **self._config.extra_body}
 
     async def ask(self, body: Mapping[str, Any], attempt: int = 0) -> JudgeText:
@@ -75,7 +75,7 @@ def _judge_text(completion: Any) -> JudgeText:
     text = choice["message"]["content"]
     is_complete = choice.get("finish_reason") != "length"
     if text is None and not is_complete:
-        text = ""  # all its tokens were reasoning, which endpoints may send apart
+        text = ""  # all its tokens were reasoning, which some endpoints send in another field
     if not isinstance(text, str) or (is_complete and not text.strip()):
         raise ValueError("no text")
     usage = completion.get("usage") or {}

@@ -1,10 +1,10 @@
-"""A judge on engines that the run starts: a frozen language model on processors or GPUs of its own.
+"""A judge that the run itself serves: a frozen language model on engines with their own CPUs or GPUs.
 
     requests of samples ──► chat template ──► engine group ──► text
                                                  └─ an engine that dies or hangs is replaced, its requests start again
 
-Invariant: a request ends within `request_timeout_s` with the judge's text or a `JudgeError`; no text of a conversation
-becomes a control token of the judge.
+Invariant: a request ends within `request_timeout_s` with the judge's text or a `JudgeError`. No text of a conversation
+is encoded as a control token of the judge.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class JudgeEngines(JudgeModel):
     """Engines with the judge's model, for use on one event loop.
 
     Args:
-        config: the section `env.llm_judge`, with `engine`.
+        config: the section `env.llm_judge`, in which `engine` is set.
 
     Raises:
         ConfigError: the section, the model or the number of engines cannot be used.
@@ -64,14 +64,14 @@ class JudgeEngines(JudgeModel):
         with ExitStack() as undo:
             places = places_of("llm_judge", section.resources, on_gpus=section.uses_gpu)
             undo.callback(places.shutdown)
-            # Engines of an environment that is being replaced may still hold their names.
+            # The engines of an environment that is being replaced may still use their names.
             name = f"llm_judge-{uuid.uuid4().hex[:8]}"
             self._engines = make_engines(settings, places, cluster, name_prefix=name)
             undo.callback(self._engines.shutdown)
             self._started = undo.pop_all()
 
     async def ask(self, body: Mapping[str, Any], attempt: int = 0) -> JudgeText:
-        """See `JudgeModel.ask`. Another attempt has another seed.
+        """See `JudgeModel.ask`. Each attempt has its own seed.
 
         Raises:
             JudgeError: the request is too long, takes too long, or the engines have ended.
@@ -90,7 +90,7 @@ class JudgeEngines(JudgeModel):
         return JudgeText(self._text(result), len(request.prompt_token_ids), len(result.token_ids), is_complete)
 
     def close(self) -> None:
-        """Stop the engines and release their places."""
+        """Stop the engines and release their CPUs or GPUs."""
         self._started.close()
 
     def _tokens(self, messages: list[Any]) -> list[int]:
@@ -110,7 +110,7 @@ class JudgeEngines(JudgeModel):
 
 
 def check_engine(config: LLMJudgeConfig) -> PolicyConfig:
-    """Return the section of the judge's model for `config.engine`, checked to be one that engines serve.
+    """Return the policy section for the judge's model, after checking that engines can serve it.
 
     Raises:
         ConfigError: a key of `engine`, or the model, cannot be used.
@@ -126,7 +126,7 @@ def check_engine(config: LLMJudgeConfig) -> PolicyConfig:
 
 
 def _check_length(policy: PolicyConfig) -> None:
-    """Refuse a context that is longer than the model's."""
+    """Refuse a context that is longer than the model supports."""
     most = longest_context(load_model_config(policy.model_name, policy.hf_config_overrides).get_text_config())
     if most is not None and policy.max_total_sequence_length > most:
         raise ConfigError(
@@ -136,6 +136,6 @@ def _check_length(policy: PolicyConfig) -> None:
 
 
 def _seed(body: Mapping[str, Any], attempt: int) -> int:
-    """Return a seed that follows from the request, so that a run that is repeated gets the same verdicts."""
+    """Return a seed that depends only on the request and the attempt, so that a repeated run gets the same verdicts."""
     text = json.dumps([body, attempt], sort_keys=True)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1

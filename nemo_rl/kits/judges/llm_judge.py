@@ -1,8 +1,8 @@
 """An environment that asks a language model for the reward of an answer, and ends the episode.
 
 The judge is any OpenAI-compatible endpoint (a service, or your own model under `vllm serve`), or a model on engines
-that the environment starts. Invariant: a reward is a verdict that the judge wrote; a judge that is down, too slow or
-writes nonsense is an error of the sample.
+that the environment starts. Invariant: a reward is always a verdict that the judge wrote. If the judge is down, is too
+slow or writes no verdict, the sample gets an error.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class LLMJudgeEnvironment(EnvironmentInterface[Any]):
 
     @classmethod
     def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
-        """See `EnvironmentInterface.check_section`: the template, the key of the endpoint, the model of the engines."""
+        """See `EnvironmentInterface.check_section`. It checks the template, and the endpoint's key or the engines."""
         cfg = LLMJudgeConfig.of(section)
         JudgePrompts(cfg)
         if cfg.engine is None:
@@ -67,8 +67,8 @@ class LLMJudgeEnvironment(EnvironmentInterface[Any]):
         """Judge one answer (B is 1).
 
         Args:
-            message_log_batch: B conversations, the answer last.
-            metadata: B items, returned as they are; see `JudgePrompts.of`.
+            message_log_batch: B conversations, whose last message is the answer.
+            metadata: B items, which are returned unchanged; see `JudgePrompts.of`.
         """
         (conversation,), (item,) = message_log_batch, metadata
         reward, error = await self._judge(conversation, item)
@@ -100,11 +100,11 @@ class LLMJudgeEnvironment(EnvironmentInterface[Any]):
     def global_post_process_and_metrics(
         self, batch: "BatchedDataDict[Any]"
     ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
-        """Return the mean reward, and requests, latency and cost since the last call. Rewards do not change."""
+        """Return the mean reward, and the requests, latency and cost since the last call. Rewards do not change."""
         rewards = batch["rewards"].double()
         mean = {"score_mean": float(rewards.mean())} if len(rewards) else {}
         return batch, self._meter.metrics(self.cfg) | mean
 
     def shutdown(self) -> None:
-        """Stop the engines of the judge, but leave connections to an endpoint open until the process ends."""
+        """Stop the judge's engines. Connections to an endpoint stay open until the process ends."""
         self._model.close()

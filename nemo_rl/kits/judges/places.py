@@ -1,4 +1,4 @@
-"""The bundles of a model that rewards answers: on CPUs next to the other processes, on GPUs devices of its own."""
+"""Choose the Ray bundles of a model that rewards answers, which are either shared CPUs or its own GPUs."""
 
 from nemo_rl.config.schema.model.policy import OwnDevicesConfig
 from nemo_rl.distributed.cluster.node_choice import living_nodes
@@ -7,10 +7,10 @@ from nemo_rl.utils.errors import ConfigError
 
 
 def places_of(name: str, resources: OwnDevicesConfig, *, on_gpus: bool) -> RayVirtualCluster:
-    """Return the bundles of a model without reserving any.
+    """Return the bundles of a model without reserving resources for them.
 
     Args:
-        name: name shown in Ray's tools.
+        name: name that Ray's tools show.
         on_gpus: whether each process has a GPU.
     """
     per_node = (resources.gpus_per_node or 1) if on_gpus else (resources.ranks_per_node or 1)
@@ -24,7 +24,7 @@ def places_of(name: str, resources: OwnDevicesConfig, *, on_gpus: bool) -> RayVi
 
 
 def check_processors(place: str, resources: OwnDevicesConfig) -> None:
-    """Refuse more processes on a machine than it has processors, as each of them computes all the time.
+    """Refuse more processes on a machine than it has processors, because each process computes all the time.
 
     Args:
         resources: devices of the model, on CPUs.

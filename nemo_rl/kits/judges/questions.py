@@ -1,11 +1,11 @@
-"""Ask a judge with a limit of concurrency, attempts with backoff, a deadline, and a memory of its verdicts.
+"""Ask a judge, with limited concurrency, repeated attempts with backoff, a deadline, and a cache of verdicts.
 
     reward() ──► memory ──► one task for each text ──► slot ──► request ──► verdict
                                   ▲   wait, double the wait  │ no answer, or none that can be read
                                   └──────────────────────────┘ at most max_attempts, until deadline_s
 
-Samples with the same text share one task. Invariant: only verdicts are remembered, never errors; a task ends by its
-deadline, which runs from its first request.
+Samples with the same text share one task. Invariant: only verdicts are remembered, never errors. A task ends by its
+deadline, which begins with its first request.
 """
 
 import abc
@@ -23,12 +23,12 @@ from nemo_rl.models.generation.remote.connection import pause_s
 
 
 class JudgeError(Exception):
-    """A judge gave no verdict.
+    """Raised if a judge gave no verdict.
 
     Args:
         reason: what happened.
-        may_pass: whether the same request may succeed later.
-        wait_s: seconds that the endpoint asks to wait.
+        may_pass: whether the same request may succeed at a later time.
+        wait_s: time in seconds that the endpoint asks to wait.
     """
 
     def __init__(self, reason: str, *, may_pass: bool = True, wait_s: float = 0.0) -> None:
@@ -42,13 +42,13 @@ class JudgeText:
     """The answer of a judge."""
 
     text: str
-    """Text that it wrote."""
+    """Text that the judge wrote."""
     prompt_tokens: int = 0
-    """Tokens of the request, 0 if the endpoint does not say."""
+    """Number of tokens of the request, or 0 if the endpoint does not say."""
     completion_tokens: int = 0
-    """Tokens of the answer, 0 if the endpoint does not say."""
+    """Number of tokens of the answer, or 0 if the endpoint does not say."""
     is_complete: bool = True
-    """Whether the judge ended it; false if the limit of tokens cut it off, so that it has no verdict."""
+    """Whether the judge itself ended the text. A text that the limit of tokens cut off has no verdict."""
 
 
 class JudgeModel(abc.ABC):
@@ -59,13 +59,13 @@ class JudgeModel(abc.ABC):
     """
 
     repeats_itself = False
-    """Whether the same request always gets the same text, so that asking again is of no use."""
+    """Whether the same request always gets the same text, so that repeating it is useless."""
 
     def __init__(self, config: LLMJudgeConfig) -> None:
         self._config = config
 
     def body(self, prompt: str) -> dict[str, Any]:
-        """Return the request that asks a prompt, in the form of a chat completion."""
+        """Return the request for a prompt, as the body of a chat completion."""
         config = self._config
         system = [] if config.system_prompt is None else [{"role": "system", "content": config.system_prompt}]
         return {
@@ -80,8 +80,8 @@ class JudgeModel(abc.ABC):
         """Send a request.
 
         Args:
-            body: what `body` returned.
-            attempt: how often it was sent before.
+            body: request that `body` returned.
+            attempt: number of times that the request was sent before.
 
         Raises:
             JudgeError: the judge gave no text.
@@ -96,23 +96,23 @@ _MILLION = 1e6
 
 @dataclass
 class JudgeMeter:
-    """Requests to a judge since the last `metrics`."""
+    """Counts of the requests to a judge since the last call of `metrics`."""
 
     latencies_s: list[float] = field(default_factory=list)
-    """Seconds of each request."""
+    """Duration of each request in seconds."""
     num_retries: int = 0
-    """Requests after the first one for a text."""
+    """Number of repeated requests for the same text."""
     num_failed: int = 0
-    """Texts without a verdict."""
+    """Number of texts without a verdict."""
     num_from_memory: int = 0
-    """Verdicts that needed no request of their own."""
+    """Number of verdicts that needed no request of their own."""
     prompt_tokens: int = 0
-    """Tokens of the requests."""
+    """Number of tokens of all requests."""
     completion_tokens: int = 0
-    """Tokens of the answers."""
+    """Number of tokens of all answers."""
 
     def metrics(self, config: LLMJudgeConfig) -> dict[str, float | int]:
-        """Return the metrics and begin again at 0."""
+        """Return the metrics and reset all counts to 0."""
         counted = JudgeMeter(**vars(self))
         vars(self).update(vars(JudgeMeter()))
         latencies = sorted(counted.latencies_s)
@@ -137,7 +137,7 @@ class JudgeMeter:
 _SHOWN_CHARS = 200
 
 type Reader = Callable[[str], float]
-"""The judge's text -> the reward that it states, or a `JudgeError`."""
+"""Function that reads the reward in the judge's text, or raises a `JudgeError`."""
 
 
 class Questions:
@@ -145,8 +145,8 @@ class Questions:
 
     Args:
         config: the section `env.llm_judge`.
-        model: takes the requests.
-        meter: counts them.
+        model: model that answers the requests.
+        meter: counter of the requests.
     """
 
     def __init__(self, config: LLMJudgeConfig, model: JudgeModel, meter: JudgeMeter) -> None:
@@ -162,8 +162,8 @@ class Questions:
 
         Args:
             prompt: the question.
-            read: reads the verdict.
-            kind: tells equal prompts apart that are read in different ways.
+            read: function that reads the verdict.
+            kind: text that distinguishes equal prompts whose answers are read in different ways.
 
         Raises:
             JudgeError: the judge gave no verdict.
@@ -197,7 +197,7 @@ class Questions:
         return reward
 
     async def _attempts(self, body: dict[str, object], read: Reader) -> float:
-        """Make requests until one gives a verdict."""
+        """Send a request until an answer has a verdict."""
         config, last, end = self._config, JudgeError("no request was made"), float("inf")
         for attempt in range(config.max_attempts):
             async with self._slots:

@@ -1,8 +1,8 @@
 """An environment that rewards a conversation with the score of a reward model, and ends the episode.
 
-The model has ranks of its own (`judges.scoring_ranks`); samples whose turns end at about the same time are one forward
-pass (`judges.scoring_ranks`). Invariant: a reward is the model's score of this conversation; a score that is not
-finite, and a conversation that cannot be scored, are errors of their sample.
+The model has its own ranks, and samples whose turns end at about the same time share a forward pass
+(`judges.scoring_ranks`). Invariant: a reward is always the model's score of this conversation. A sample whose score is
+not finite, or whose conversation cannot be scored, gets an error.
 """
 
 import math
@@ -33,7 +33,7 @@ class RewardModelEnvironment(EnvironmentInterface[Any]):
         config: the section `env.reward_model`, or its dict.
 
     Raises:
-        ConfigError: the section is off, or the model cannot be used.
+        ConfigError: the section is disabled, or the model cannot be used.
     """
 
     reads_chat: ClassVar[bool] = True
@@ -49,7 +49,7 @@ class RewardModelEnvironment(EnvironmentInterface[Any]):
 
     @classmethod
     def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
-        """See `EnvironmentInterface.check_section`: the switch, the head of the model, the tokenizer."""
+        """See `EnvironmentInterface.check_section`. It checks the switch, the model's head and the tokenizer."""
         cfg = RewardModelEnvironmentConfig.of(section)
         _require_enabled(cfg)
         if tokenizer is not None:
@@ -58,11 +58,11 @@ class RewardModelEnvironment(EnvironmentInterface[Any]):
     async def step(  # type: ignore[override]  # may be a coroutine function
         self, message_log_batch: list["LLMMessageLogType"], metadata: list[Any]
     ) -> EnvironmentReturn[Any]:
-        """Score one conversation (B is 1), in forward passes that concurrent calls share.
+        """Score one conversation (B is 1). Concurrent calls share forward passes.
 
         Args:
-            message_log_batch: B conversations, the answer last.
-            metadata: B items, returned as they are.
+            message_log_batch: B conversations, whose last message is the answer.
+            metadata: B items, which are returned unchanged.
         """
         (conversation,) = message_log_batch
         score, error = await self._score(conversation)
@@ -76,7 +76,7 @@ class RewardModelEnvironment(EnvironmentInterface[Any]):
         )
 
     async def _score(self, conversation: "LLMMessageLogType") -> tuple[float, str | None]:
-        """Return the score and None, or the reason why there is none."""
+        """Return the score and None, or 0 and the reason why there is no score."""
         try:
             row = self._tokens.of(conversation)
         except DataError as error:
@@ -89,7 +89,7 @@ class RewardModelEnvironment(EnvironmentInterface[Any]):
     def global_post_process_and_metrics(
         self, batch: "BatchedDataDict[Any]"
     ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
-        """Return the spread of the scores and the size of the forward passes, without changing rewards."""
+        """Return the spread of the scores and the mean size of the forward passes. Rewards do not change."""
         rewards = batch["rewards"].double()
         metrics = {"rows_per_pass": self._passes.num_rows / max(self._passes.num_passes, 1)}
         if len(rewards):
@@ -109,14 +109,14 @@ def _require_enabled(config: RewardModelEnvironmentConfig) -> None:
 
 
 def _tokenizer_of_classifier(config: RewardModelEnvironmentConfig) -> "TokenizerType":
-    """Return the tokenizer of the model, which has a head for scores."""
+    """Return the tokenizer of the model, after checking that the model has a trained head for scores."""
     policy = config.as_policy()
     _require_classifier(policy.model_name)
     return get_tokenizer(policy.tokenizer, section="env.reward_model")
 
 
 def _require_classifier(model_name: str) -> None:
-    """Check that a model has a trained head for scores, because a language model would get a random one."""
+    """Refuse a model without a trained head for scores. A language model would get a random head."""
     config = AutoConfig.from_pretrained(model_name, trust_remote_code=False)
     if not is_classifier(config):
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""Run a reward model in ranks of its own: the policy's workers, without an optimizer.
+"""Run a reward model in its own ranks, which are policy workers without an optimizer.
 
-Invariant: a score is the one that the same workers give in the training and validation of reward models. Ranks that
-died or hang are replaced once for a call; the call that fails again raises.
+Invariant: a score equals the one that the same workers give when they train and validate reward models. If the ranks
+die or hang during a call, they are replaced once, and the call is repeated. A second failure raises an error.
 """
 
 import asyncio
@@ -39,11 +39,11 @@ class ConversationTokens:
     tokenizer: TokenizerType
     """Tokenizer of the reward model."""
     longest: int
-    """Most tokens that it reads."""
+    """Largest number of tokens that the model reads."""
     too_long: Literal["error", "keep_end"] = "error"
-    """Whether a longer conversation is an error, or only its last tokens count."""
+    """Treatment of a longer conversation: "error" makes it an error, and "keep_end" scores only its last tokens."""
     ends_with_turn: bool = True
-    """Whether text that the template writes after the last turn is left out, as in training."""
+    """Whether text that the template writes after the last turn is left out, as it is in training."""
 
     def of(self, messages: Sequence[Message]) -> Tensor:
         """Return the tokens of a conversation, [T] int64.
@@ -51,7 +51,7 @@ class ConversationTokens:
         The role "environment" is rendered as "user".
 
         Args:
-            messages: `role` and `content`, the answer last.
+            messages: messages with `role` and `content`, of which the last one is the answer.
 
         Raises:
             DataError: the conversation is too long, the template refuses it, or a part is not text.
@@ -78,7 +78,7 @@ class ConversationTokens:
 
 
 def padded(rows: Sequence[Tensor], pad_token_id: int) -> BatchedDataDict[Any]:
-    """Return `input_ids` [B, T] and `input_lengths` [B], int64, of B rows of tokens, padded on the right."""
+    """Pad B rows of tokens on the right, and return `input_ids` [B, T] and `input_lengths` [B], both int64."""
     ids = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=pad_token_id)
     return BatchedDataDict({"input_ids": ids, "input_lengths": torch.tensor([len(row) for row in rows])})
 
@@ -90,12 +90,12 @@ class _WaitingRow:
 
 
 class JoinedPasses:
-    """Scores rows of tokens together.
+    """Scores rows of tokens in common forward passes.
 
     Args:
-        scores: computes the score of each row; called by one thread at a time.
-        wait_s: seconds that a row waits for others.
-        largest: most rows of a pass.
+        scores: function that computes the score of each row, called by one thread at a time.
+        wait_s: time in seconds that a row waits for further rows.
+        largest: largest number of rows of a pass.
     """
 
     def __init__(self, scores: Callable[[Sequence[Tensor]], list[float]], wait_s: float, largest: int) -> None:
@@ -105,9 +105,9 @@ class JoinedPasses:
         self._waiting: list[_WaitingRow] = []
         self._worker: asyncio.Task[None] | None = None
         self.num_passes = 0
-        """Calls of `scores`."""
+        """Number of calls of `scores`."""
         self.num_rows = 0
-        """Rows scored by them."""
+        """Number of rows that these calls scored."""
 
     async def score(self, row: Tensor) -> float:
         """Return the score of a row of tokens, [T] int64.
@@ -131,10 +131,10 @@ class JoinedPasses:
                 await self._pass(wanted)
 
     async def _pass(self, batch: list[_WaitingRow]) -> None:
-        """Score rows together, or one by one if that fails."""
+        """Score rows together, or one by one if scoring them together fails."""
         self.num_passes += 1
         self.num_rows += len(batch)
-        with Boundary(Exception) as caught:  # each waiting sample gets the error of its own row
+        with Boundary(Exception) as caught:  # the sample of each row gets the error of that row
             scores = await asyncio.to_thread(self._scores, [waiting.row for waiting in batch])
         if caught:
             if len(batch) > 1:
@@ -171,7 +171,7 @@ class ScoringRanks:
                 self._places,
                 config.as_policy(),
                 tokenizer,
-                # Ranks of an environment that is being replaced may still hold their names.
+                # The ranks of an environment that is being replaced may still use their names.
                 name_prefix=f"reward_model-{uuid.uuid4().hex[:8]}",
                 init_optimizer=False,
                 init_reference_model=False,
@@ -197,6 +197,6 @@ class ScoringRanks:
         return [float(score) for score in self._policy.score(batch)["scores"]]
 
     def shutdown(self) -> None:
-        """Stop the ranks and release their places."""
+        """Stop the ranks and release their CPUs or GPUs."""
         self._policy.shutdown()
         self._places.shutdown()

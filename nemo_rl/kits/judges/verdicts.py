@@ -1,6 +1,6 @@
-"""Prompts for judges, and the reading of their verdicts.
+"""Write prompts for judges, and read the verdicts in their answers.
 
-Invariant: a verdict is a reward in [0, 1] that the judge's text states, or there is none; nothing is guessed.
+Invariant: a verdict is a reward in [0, 1] that the judge's text states. It is never guessed.
 """
 
 import hashlib
@@ -66,13 +66,13 @@ _PAIR = frozenset(("answer_a", "answer_b"))
 
 
 class JudgePrompts:
-    """Writes the prompts of a judge.
+    """Writes the prompts for a judge.
 
     Args:
         config: the section `env.llm_judge`.
 
     Raises:
-        ConfigError: the template cannot be read, or leaves out the answer.
+        ConfigError: the template cannot be read, or does not contain the answer.
     """
 
     def __init__(self, config: LLMJudgeConfig) -> None:
@@ -88,11 +88,12 @@ class JudgePrompts:
             )
 
     def of(self, conversation: Sequence[Message], metadata: Any) -> list[str]:
-        """Return the prompts about the last message: one, or with `both_orders` one for each order of the answers.
+        """Return the prompts about the last message, which is one prompt or, with `both_orders`, one for each order.
 
         Args:
-            conversation: `role` and `content`, the answer last.
-            metadata: the sample's; `ground_truth` is the reference answer, other keys are fields of the template.
+            conversation: messages with `role` and `content`, of which the last one is the answer.
+            metadata: metadata of the sample. `ground_truth` is the reference answer, and other keys are fields of the
+                template.
 
         Raises:
             DataError: the template has a field that the sample does not have, or a part of a message is not text.
@@ -135,7 +136,7 @@ class JudgePrompts:
         return self._template.format_map(guarded)
 
     def _without_tags(self, text: str) -> str:
-        r"""Return a text in which no tag of the template stands: `</answer>` becomes `<\/answer>`."""
+        r"""Escape the template's tags in a text, so that `</answer>` becomes `<\/answer>`."""
         return self._tags.sub(lambda found: f"<\\{found.group(1)}", text) if self._tags else text
 
 
@@ -154,16 +155,16 @@ def _fields(template: str) -> frozenset[str]:
 
 
 def tag_of(values: Mapping[str, Any]) -> str:
-    """Return a text that follows from the values of a template, so that none of them can contain it.
+    """Return a hash of the values of a template as a tag, which none of these values can contain.
 
-    It is the same for the same request, which can therefore be remembered and repeated.
+    Equal requests have the same tag, so that their verdicts can be remembered.
     """
     text = json.dumps(values, sort_keys=True, default=str)
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:_TAG_LENGTH]
 
 
 def _tags(template: str) -> re.Pattern[str] | None:
-    """Return a pattern of the tags of a template, whose group is the text after `<`."""
+    """Return a pattern for the tags of a template, whose group is the text after `<`, or None if it has no tags."""
     names = sorted(set(re.findall(r"</([A-Za-z][\w.-]*)[\s{>]", template)))
     if not names:
         return None
@@ -171,7 +172,7 @@ def _tags(template: str) -> re.Pattern[str] | None:
 
 
 def quotable_texts(conversation: Sequence[Message], metadata: Any) -> list[str]:
-    """Return the texts of a sample that a judge may repeat: its messages and its reference answer."""
+    """Return the texts of a sample that a judge may quote, which are its messages and its reference answer."""
     texts = [content_text(turn["content"]) for turn in conversation]
     if isinstance(metadata, Mapping) and "ground_truth" in metadata:
         texts.append(str(metadata["ground_truth"]))
@@ -184,8 +185,9 @@ def read_reward(config: LLMJudgeConfig, text: str, answer_is_b: bool = False, qu
     Args:
         config: the section `env.llm_judge`.
         text: what the judge wrote.
-        answer_is_b: with mode=pairwise, whether the sample's answer was answer B.
-        quotable: texts that the judge may repeat; a verdict in them is the judge's only in its last line.
+        answer_is_b: whether the sample's answer was answer B, for mode=pairwise.
+        quotable: texts that the judge may quote. A verdict that also occurs in them counts only in the judge's last
+            line.
 
     Raises:
         JudgeError: the text states no verdict, or a score out of range.
@@ -218,7 +220,7 @@ def _after_thinking(text: str) -> str:
 
 
 def _last_verdict(pattern: str, text: str, quotable: Sequence[str]) -> re.Match[str] | None:
-    """Return the last match that is the judge's own statement, or None if no match is."""
+    """Return the last match that the judge itself states, or None if there is none."""
     is_own_pattern = pattern not in (SCORE_PATTERN, WINNER_PATTERN)
     last_line = len(text.rstrip())
     start_of_last = text.rfind("\n", 0, last_line) + 1
@@ -230,7 +232,7 @@ def _last_verdict(pattern: str, text: str, quotable: Sequence[str]) -> re.Match[
 
 
 def _is_statement(text: str, found: re.Match[str]) -> bool:
-    """Return whether a match begins or ends its line and is no quotation."""
+    """Return whether a match begins or ends its line, and is no quotation."""
     before = text[text.rfind("\n", 0, found.start()) + 1 : found.start()]
     end = text.find("\n", found.end())
     after = text[found.end() : len(text) if end < 0 else end]
@@ -244,7 +246,7 @@ def _is_statement(text: str, found: re.Match[str]) -> bool:
 
 
 def _won(winner: str, answer_is_b: bool) -> float:
-    """Return 1 for a win of the sample's answer, 0 for a loss, a half for a tie."""
+    """Return 1 if the sample's answer wins, 0 if it loses, or a half for a tie."""
     if winner not in ("A", "B", "C"):
         raise JudgeError(f"the judge's winner is {winner!r}, not A, B or C")
     return 0.5 if winner == "C" else float((winner == "B") == answer_is_b)

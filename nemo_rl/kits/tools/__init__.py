@@ -1,9 +1,10 @@
 """Tools that a model calls between its turns.
 
-    environment     the environment `tools`: finds calls in a response, makes them, grades the answer without a call
-    schema          a function's schema and checked arguments, from its type hints and docstring
-    sources         where tools come from: functions and classes here, in processes of their own, MCP servers
-    parsing/        from text to calls, with the parsers of vLLM, checked against the chat template
+    environment    the environment `tools`: makes the calls of a response, and grades a response without calls
+    interfaces     a tool's schema and its checked arguments, from type hints and the docstring
+    toolbox        all tools of an environment, from functions and classes (`local`, each in a process of its own:
+                   `isolated`), programs in a sandbox (`sandboxed`) and MCP servers (`mcp`)
+    vllm           reads calls with the parsers of vLLM, which `template` checks against the chat template
 
 This file imports nothing, so that a process of an isolated tool starts without torch and ray.
 """

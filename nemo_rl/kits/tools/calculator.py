@@ -9,7 +9,7 @@ from typing import Any
 
 _MAX_CHARS = 1000
 _MAX_BITS = 4096
-"""Longest integer of a result; larger ones take too long to compute and to read."""
+"""Largest number of bits of an integer. Larger integers take too long to compute and to read."""
 
 type Number = Fraction | float
 
@@ -45,7 +45,7 @@ def calculator(expression: str) -> str:
 
 
 def _value(node: ast.expr) -> Number:
-    """Compute a node with exact integers and quotients of integers."""
+    """Compute a node of the syntax tree, with exact integers and quotients of integers."""
     match node:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
             return Fraction(value) if isinstance(value, int) else _finite(value)
@@ -67,7 +67,7 @@ def _known() -> str:
 
 
 def _power(base: Number, exponent: Number) -> Number:
-    """Raise to a power, and refuse a result that would be too long before it is computed."""
+    """Return the power, and refuse a result that is too long before computing it."""
     if isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator == 1:
         bits = max(abs(base.numerator).bit_length(), base.denominator.bit_length())
         if bits * abs(exponent) > _MAX_BITS and bits > 1:
@@ -96,12 +96,12 @@ def _finite(value: float) -> float:
 
 
 def _plain(value: Number) -> int | float:
-    """Convert a number, unless it is an integer, to the type that functions of `math` take."""
+    """Convert a number, unless it is an integer, to the type that functions of `math` accept."""
     return int(value) if isinstance(value, Fraction) and value.denominator == 1 else float(value)
 
 
 def _shown(value: Number) -> str:
-    """Write integers with all digits, other numbers with up to 12 significant ones."""
+    """Return a number as text, with all digits of an integer and up to 12 significant digits of any other number."""
     if isinstance(value, Fraction) and value.denominator == 1:
         return str(value.numerator)
     if float(value).is_integer() and abs(float(value)) < 2**53:

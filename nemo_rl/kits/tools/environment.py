@@ -1,10 +1,10 @@
-"""The environment `tools`: makes the calls of each response, and grades the response without a call.
+"""The environment `tools`, which makes the calls of each response, and grades a response without a call.
 
     response ─► parser ─► calls ─► checked ─► made at the same time ─► messages of the role "tool" ─► next response
                    └─ no call ─► grader ─► reward, end of the episode
 
-Invariant: whatever a call does costs at most its own sample; a call that cannot be made is a message to the model and
-is counted, and a reward always comes from the grader.
+Invariant: whatever a call does affects only its own sample. A call that cannot be made is counted, and the model gets a
+message about it. A reward always comes from the grader.
 """
 
 import asyncio
@@ -40,18 +40,18 @@ COUNTS = (
     *("tool_calls", "invalid_tool_calls", "malformed_tool_calls", "unknown_tools", "wrong_arguments"),
     *("tool_errors", "tool_timeouts"),
 )
-"""Numbers that are counted in each episode; `invalid_tool_calls` are the three kinds after it."""
+"""Names of the counts of an episode. `invalid_tool_calls` is the sum of the three names after it."""
 
 
 class ToolState(TypedDict):
     """Metadata of a sample between its turns."""
 
     episode: str
-    """Key of the open tools, which are in the environment's process."""
+    """Key under which the environment's process keeps the open tools."""
     counts: dict[str, int]
     """Counts of the episode so far, see `COUNTS`."""
     tool_s: float
-    """Seconds for which the episode waited for tools."""
+    """Time in seconds that the episode has waited for tools."""
     row: Any
     """`extra_env_info` of the prompt, for the grader."""
 
@@ -63,9 +63,9 @@ class CallResult:
     text: str
     """Text that the model reads."""
     name: str | None = None
-    """The called tool; None if the call could not be read."""
+    """Name of the called tool, or None if the call could not be read."""
     kind: str | None = None
-    """The count of `COUNTS` that it belongs to besides `tool_calls`; None if the tool did its work."""
+    """Name in `COUNTS` under which the call is counted besides `tool_calls`, or None if the tool did its work."""
 
     @property
     def is_invalid(self) -> bool:
@@ -74,7 +74,7 @@ class CallResult:
 
 
 class ToolEnvironment(EnvironmentInterface[ToolState]):
-    """An environment that makes the calls of each turn and grades the turn without a call.
+    """An environment that makes the calls of each turn, and grades a turn without a call.
 
     Args:
         cfg: the `env.tools` section (or its dict).
@@ -100,7 +100,7 @@ class ToolEnvironment(EnvironmentInterface[ToolState]):
 
     @classmethod
     def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
-        """Check the grader and the tokenizer, but not the tools, which `offered_tools` checks."""
+        """Check the grader and the tokenizer. `offered_tools` checks the tools."""
         cfg = ToolEnvironmentConfig.of(section)
         _require_tokenizer(cfg)
         check_grader(cfg.grader, f"{place}.grader", tokenizer)
@@ -111,7 +111,7 @@ class ToolEnvironment(EnvironmentInterface[ToolState]):
     def offered_tools(
         cls, section: ToolEnvironmentConfig, tokenizer: "TokenizerType", place: str
     ) -> list[dict[str, Any]]:
-        """See `EnvironmentInterface.offered_tools`: find the tools, and a parser that fits the chat template."""
+        """See `EnvironmentInterface.offered_tools`. The method also checks that a parser fits the chat template."""
         try:
             specs = make_toolbox(section).specs
             schemas = [spec.schema for spec in specs.values()]
@@ -158,7 +158,7 @@ class ToolEnvironment(EnvironmentInterface[ToolState]):
     async def close_episode(self, metadata: Any) -> None:  # type: ignore[override]  # may be a coroutine function
         """Close the tools of an episode, and the grader's episode."""
         if not isinstance(metadata, dict) or "episode" not in metadata:
-            return  # it was not opened
+            return  # the episode was not opened
         episode = self._episodes.pop(metadata["episode"], None)
         if episode is not None:
             await episode.close()
@@ -167,7 +167,7 @@ class ToolEnvironment(EnvironmentInterface[ToolState]):
     async def global_post_process_and_metrics(  # type: ignore[override]  # may be a coroutine function
         self, batch: "BatchedDataDict[Any]"
     ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
-        """Count calls over B samples, and let the grader correct rewards and add its metrics."""
+        """Sum the counts of calls over B samples, and let the grader correct rewards and add its metrics."""
         states: list[ToolState] = batch["extra_env_info"]
         rows = batch.copy()
         rows["extra_env_info"] = [state["row"] for state in states]
@@ -189,13 +189,13 @@ class ToolEnvironment(EnvironmentInterface[ToolState]):
         self._threads.shutdown(wait=False)
 
     async def _final(self, log: "LLMMessageLogType", state: ToolState) -> EnvironmentReturn[ToolState]:
-        """Let the grader answer a response without a call, and return its metadata as the row of the next turn."""
+        """Let the grader answer a response without a call, and keep its metadata for the grader's next turn."""
         graded = await self._graded(self._grader.step, log, state["row"])
         rows = [{**state, "row": row} for row in graded.metadata]
         return graded._replace(metadata=rows)
 
     async def _graded(self, method: Any, *arguments: Any) -> Any:
-        """Call a method of the grader: a coroutine here, a function on one of its threads."""
+        """Call a method of the grader: await a coroutine function here, or run a function on a thread."""
         if inspect.iscoroutinefunction(method):
             return await method(*arguments)
         outcome = await asyncio.get_running_loop().run_in_executor(self._threads, method, *arguments)
@@ -246,7 +246,7 @@ def _tokenizer_of(config: ToolEnvironmentConfig) -> "TokenizerType":
 def _turn(
     results: Sequence[CallResult], state: ToolState, *, is_invalid: bool = False, errors: list[str | None] | None = None
 ) -> EnvironmentReturn[ToolState]:
-    """Return the answers of tools as messages, and end the episode only if there is an error."""
+    """Return the outputs of tools as messages. The episode ends only if there is an error."""
     messages = [{"role": "tool", "name": result.name or "tool", "content": result.text} for result in results]
     text = "\n".join(result.text for result in results)
     return EnvironmentReturn(

@@ -1,6 +1,6 @@
-"""Find the function or class that an entry names, and describe its tools.
+"""Find the function or class that an entry of `env.tools.tools` names, and describe its tools.
 
-Invariant: it needs neither torch nor ray, so that a process of its own can do it too.
+Invariant: the module imports neither torch nor ray, because the process of an isolated tool imports it too.
 """
 
 import inspect
@@ -19,27 +19,27 @@ BUILT_IN_TOOLS = {
 }
 """Dotted path of the function or class of each built-in tool."""
 OTHER_NAMES = ("python", "mcp")
-"""Names of entries that lead to other sources."""
+"""Names of entries that stand for other kinds of tools."""
 
 
 @dataclass(frozen=True)
 class FoundTools:
-    """A function, or a class with its arguments."""
+    """A function that is a tool, or a class of tools with its arguments."""
 
     found: Any
     """The function, or a subclass of `EpisodeTools`."""
     kwargs: Mapping[str, Any]
     """Arguments of the class."""
     specs: Mapping[str, ToolSpec]
-    """Its tools by name."""
+    """Specifications of the tools by name."""
 
     @property
     def has_state(self) -> bool:
-        """True for a class, whose objects have a state."""
+        """True for a class, whose objects keep a state."""
         return inspect.isclass(self.found)
 
     def opened(self, metadata: Any) -> tuple[Mapping[str, Callable[..., Any]], Callable[[], None]]:
-        """Begin an episode: return the callables by tool name, and a function that ends it."""
+        """Begin an episode, and return the callables by tool name and a function that ends the episode."""
         if not self.has_state:
             return {self.found.__name__: self.found}, lambda: None
         tools = self.found(**self.kwargs)
@@ -51,9 +51,9 @@ def find_tools(name: str, kwargs: Mapping[str, Any], what: str) -> FoundTools:
     """Import and describe the tools of an entry.
 
     Args:
-        name: built-in name, or dotted path of a function or of a subclass of `EpisodeTools`.
+        name: built-in name, or dotted path of a function or a subclass of `EpisodeTools`.
         kwargs: arguments of the class.
-        what: the key and its value, for messages.
+        what: the configuration key and its value, for messages.
 
     Raises:
         ConfigError: there is no such object, it is no tool, or its arguments do not fit.
@@ -87,7 +87,7 @@ def _public_methods(cls: type[EpisodeTools]) -> list[Callable[..., Any]]:
 
 
 def _bound(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method without `self`, as it is called."""
+    """Bind the method to an object, so that its signature has no `self`."""
     return method.__get__(object())
 
 

@@ -1,6 +1,6 @@
-"""The environment that grades the final answer of an episode with tools.
+"""Let another environment grade the final answer of an episode with tools.
 
-Invariant: it is called as rollouts call an environment, so any environment can grade.
+Invariant: the grader is called in the same way as rollouts call an environment, so any environment can grade.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Grader:
-    """An environment inside of another.
+    """An environment that grades for another environment.
 
     Args:
         config: name of the environment, and its section.
@@ -32,7 +32,7 @@ class Grader:
         self.concurrency = step_concurrency(env_class)
 
     def step(self, message_log: "LLMMessageLogType", metadata: Any) -> Any:
-        """Grade one conversation, or return the coroutine of a coroutine function without awaiting it."""
+        """Grade one conversation. If `step` is a coroutine function, return the coroutine without awaiting it."""
         texts = [{"role": turn["role"], "content": turn["content"]} for turn in message_log]
         options = {"return_extracted_answer": True} if self._environment.gives_answers else {}
         return self._environment.step([texts], [metadata], **options)
@@ -55,12 +55,12 @@ class Grader:
 
 
 def check_grader(config: GraderConfig | None, place: str, tokenizer: "TokenizerType | None") -> None:
-    """Check the environment that grades, and its section, as a section below `env` is checked.
+    """Check the grading environment and its section in the same way as a section below `env`.
 
     Args:
-        config: the section; None: nothing is graded.
-        place: its key, for messages.
-        tokenizer: as in `EnvironmentInterface.check_section`.
+        config: section of the grader, or None if nothing is graded.
+        place: key of the section, for messages.
+        tokenizer: see `EnvironmentInterface.check_section`.
 
     Raises:
         ConfigError: there is no such environment, or its section is wrong.

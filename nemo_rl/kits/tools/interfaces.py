@@ -1,6 +1,6 @@
-"""Parts of a tool: a class with state, the tools of one entry of the configuration, an open episode of them.
+"""Interfaces of tools: their descriptions, classes with state, the tools of one configuration entry, and open tools.
 
-Invariant: whatever a tool does in a call becomes a `ToolOutput` of that call.
+Invariant: each call of a tool ends in a `ToolOutput`, whatever the tool does.
 """
 
 import abc
@@ -24,13 +24,13 @@ class ToolSpec:
     """One tool as a model sees it."""
 
     name: str
-    """Name in calls."""
+    """Name that calls use."""
     description: str
-    """Text for the model."""
+    """Description for the model."""
     parameters: Mapping[str, Any]
-    """JSON schema of the arguments, an object."""
+    """JSON schema of the arguments, which describes an object."""
     arguments: type[BaseModel] | None = None
-    """Model that checks the arguments; None where the tool checks them itself."""
+    """Pydantic model that checks the arguments, or None if the tool checks its arguments itself."""
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -61,8 +61,8 @@ def spec_of(function: Callable[..., Any], what: str) -> ToolSpec:
     """Describe a function or a bound method.
 
     Args:
-        function: has a docstring, and a type hint for each parameter. The first paragraph of the docstring describes
-            the tool, the lines below `Args:` its arguments.
+        function: function with a docstring, and a type hint for each parameter. The first paragraph of the docstring
+            describes the tool, and the lines below `Args:` describe its arguments.
         what: name of the function in messages.
 
     Raises:
@@ -112,7 +112,7 @@ def _argument_texts(text: str) -> dict[str, str]:
 
 
 def _without_titles(schema: Any) -> Any:
-    """Leave out pydantic's titles, which repeat the names, but keep a property that is called title."""
+    """Remove the titles that pydantic adds, which repeat the names. A property called title is kept."""
     if isinstance(schema, list):
         return [_without_titles(item) for item in schema]
     if not isinstance(schema, Mapping):
@@ -126,7 +126,7 @@ type Fault = Literal["error", "timeout"]
 
 
 class EpisodeTools:
-    """Base of a class with state for each episode: each public method with type hints and a docstring is a tool.
+    """Base class of tools with state. Each public method with type hints and a docstring is a tool.
 
     An object is constructed with the entry's `kwargs` when an episode begins, and closed when it ends. With
     `shared: true` all episodes use one object, whose methods must then be thread-safe.
@@ -136,7 +136,7 @@ class EpisodeTools:
         """Begin an episode.
 
         Args:
-            metadata: `extra_env_info` of the prompt; None for an object that all episodes share.
+            metadata: `extra_env_info` of the prompt, or None for an object that all episodes share.
         """
 
     def close(self) -> None:
@@ -150,18 +150,18 @@ class ToolOutput:
     text: str
     """Text that the model reads."""
     fault: Fault | None = None
-    """None: the tool did its work; "error": it failed; "timeout": it gave no answer in time."""
+    """None if the tool did its work, "error" if it failed, or "timeout" if it gave no answer in time."""
 
 
 class OpenTools(abc.ABC):
-    """The tools of one entry in one episode."""
+    """The tools of one entry that are open for one episode."""
 
     @abc.abstractmethod
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolOutput:
-        """Make a call without ever raising the errors of the tool.
+        """Make a call. Errors of the tool are not raised, but become the output.
 
         Args:
-            name: tool, one of the entry's `specs`.
+            name: name of the tool, which is one of the entry's `specs`.
             arguments: checked arguments.
         """
 
@@ -183,24 +183,24 @@ class ToolSource(abc.ABC):
             metadata: `extra_env_info` of the prompt.
 
         Raises:
-            Exception: whatever the tool's own code raises; the episode then fails.
+            Exception: whatever the tool's own code raises. The episode then fails.
         """
 
     async def shutdown(self) -> None:  # noqa: B027  (optional hook)
-        """Release what all episodes share."""
+        """Release the resources that all episodes share."""
 
 
 _MAX_ERROR_CHARS = 1000
 
 
 def text_of_output(value: Any, max_bytes: int) -> str:
-    """Return a value as text: a string unchanged, another value as JSON, or by `str` if JSON cannot hold it."""
+    """Return a value as text: a string as it is, and any other value as JSON or, if that is impossible, by `str`."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     return cut_to_bytes(text, max_bytes)
 
 
 def cut_to_bytes(text: str, max_bytes: int) -> str:
-    """Cut a text after `max_bytes` bytes of UTF-8, and say so."""
+    """Cut a text after `max_bytes` bytes of UTF-8, and append a mark that it was cut."""
     if len(text) <= max_bytes // 4:
         return text.encode("utf-8", "replace").decode("utf-8")
     encoded = text[: max_bytes + 1].encode("utf-8", "replace")
@@ -211,7 +211,7 @@ def cut_to_bytes(text: str, max_bytes: int) -> str:
 
 
 def cut_middle(text: str, max_bytes: int) -> str:
-    """Cut the middle out of a text with more than `max_bytes` bytes of UTF-8, and say so: both ends may matter."""
+    """Replace the middle of a text of more than `max_bytes` bytes of UTF-8 by a mark, as both ends may matter."""
     encoded = text.encode("utf-8", "replace")
     if len(encoded) <= max_bytes:
         return encoded.decode("utf-8")
@@ -221,5 +221,5 @@ def cut_middle(text: str, max_bytes: int) -> str:
 
 
 def text_of_error(error: BaseException) -> str:
-    """Describe what a tool raised, for the model."""
+    """Describe an error of a tool for the model."""
     return f"Error: {type(error).__name__}: {error}"[:_MAX_ERROR_CHARS].encode("utf-8", "replace").decode("utf-8")

@@ -1,9 +1,9 @@
-"""Tools in processes of their own, which may hang, die, or use all their memory.
+"""Run tools in processes of their own, so that a tool may hang, die, or use all its memory.
 
     environment ── one JSON line for each call ──► `tool_process`: the object of one episode
                 ◄── one JSON line, of limited length ──
 
-Invariant: a process that misses a deadline is killed with everything it started, and none outlives its episode.
+Invariant: a process that misses a deadline is killed with everything it started, and no process outlives its episode.
 """
 
 import asyncio
@@ -24,18 +24,18 @@ _START_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_S = 1.0
 _POLL_S = 0.02
 _ESCAPES = 6
-"""Most bytes of JSON for one byte of text."""
+"""Largest number of bytes of JSON for one byte of text."""
 
 
 class IsolatedTools(ToolSource):
-    """A function or class whose object has a process for each episode.
+    """A function or class that runs in one process for each episode.
 
     Args:
         found: the function or class.
-        name: its name, under which the process finds it.
-        timeout_s: deadline of a call.
-        max_bytes: longest output.
-        memory_limit_mb: limit of the address space above that after the imports.
+        name: name under which the process finds the function or class.
+        timeout_s: deadline of a call in seconds.
+        max_bytes: largest length of an output in bytes.
+        memory_limit_mb: limit of the address space in MB, in addition to what the imports use.
     """
 
     def __init__(self, found: FoundTools, name: str, *, timeout_s: float, max_bytes: int, memory_limit_mb: int) -> None:
@@ -66,7 +66,7 @@ class IsolatedTools(ToolSource):
 
 
 class ToolProcessError(RuntimeError):
-    """A process of a tool did not start, died or gave no answer in time."""
+    """Raised if the process of a tool did not start, died, or gave no answer in time."""
 
 
 class _OpenIsolated(OpenTools):
@@ -109,7 +109,7 @@ class _OpenIsolated(OpenTools):
         return ToolOutput(reply["error"], "error") if "error" in reply else ToolOutput(reply["output"])
 
     async def close(self) -> None:
-        """Let the object close itself, for one second, then kill the process and all that it started."""
+        """Give the object one second to close itself, and then kill the process and all processes that it started."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
             await _ended(self._process, _CLOSE_TIMEOUT_S)
@@ -133,7 +133,7 @@ class _OpenIsolated(OpenTools):
         return reply
 
     async def _line(self, process: asyncio.subprocess.Process, answers: asyncio.StreamReader) -> bytes:
-        """Read a line, or return b"" if the process ends first, even while its child process holds the pipe."""
+        """Read a line, or return b"" if the process ends first, even if one of its children keeps the pipe open."""
         reading = asyncio.ensure_future(answers.readline())
         ending = asyncio.ensure_future(_ended(process))
         try:
@@ -155,7 +155,7 @@ class _OpenIsolated(OpenTools):
 
 
 async def _ended(process: asyncio.subprocess.Process, timeout_s: float = float("inf")) -> None:
-    """Wait until a process has ended, but not until others release its pipes, as `Process.wait` does."""
+    """Wait until a process has ended. Unlike `Process.wait`, do not wait until its pipes are closed."""
     deadline = time.monotonic() + timeout_s
     while process.returncode is None and time.monotonic() < deadline:
         await asyncio.sleep(_POLL_S)

@@ -1,7 +1,7 @@
-"""Tools that run in the environment's process.
+"""Run tools in the environment's process.
 
-Invariant: a call ends at its deadline. A function that hangs keeps its thread, but delays no other call. Give a tool
-that may hang or die a process of its own (`isolate: true`).
+Invariant: a call ends at its deadline. A function that hangs keeps its thread, but delays no other call. A tool that
+may hang or die should have its own process (`isolate: true`).
 """
 
 import asyncio
@@ -17,13 +17,13 @@ from nemo_rl.kits.tools.interfaces import OpenTools, ToolOutput, ToolSource, tex
 
 
 class LocalTools(ToolSource):
-    """A function, or a class with an object for each episode or for all.
+    """A function, or a class with one object for each episode or one object for all episodes.
 
     Args:
         found: the function or class.
         shared: whether all episodes use one object.
-        timeout_s: deadline of a call.
-        max_bytes: longest output.
+        timeout_s: deadline of a call in seconds.
+        max_bytes: largest length of an output in bytes.
     """
 
     def __init__(self, found: FoundTools, *, shared: bool, timeout_s: float, max_bytes: int) -> None:
@@ -83,7 +83,7 @@ class _OpenLocal(OpenTools):
 
 
 class _Borrowed(OpenTools):
-    """An object that outlives the episode."""
+    """Open tools that all episodes share, and that stay open when an episode ends."""
 
     def __init__(self, tools: OpenTools) -> None:
         self._tools = tools
@@ -94,7 +94,7 @@ class _Borrowed(OpenTools):
 
 
 async def _on_thread[T](call: Callable[[], T]) -> T:
-    """Run a function on a daemon thread, because the threads of a pool would run out if functions hang."""
+    """Run a function on its own daemon thread. A thread pool would run out of threads if functions hang."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 

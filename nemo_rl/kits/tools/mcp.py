@@ -1,8 +1,8 @@
-"""Tools of an MCP server, which is a program that speaks the Model Context Protocol over stdin and stdout.
+"""Call the tools of MCP servers, which are programs that speak the Model Context Protocol over stdin and stdout.
 
-Each server runs in a task of its own, because the client of the package `mcp` must be entered and left in one task.
-Invariant: every wait has a deadline, and a server is stopped, with everything it started, at the end of its episode or
-of the environment.
+Each server has an asyncio task of its own, because the client of the package `mcp` must be entered and left in one
+task. Invariant: every wait has a deadline, and a server is stopped, with everything it started, at the end of its
+episode or of the environment.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from nemo_rl.kits.tools.interfaces import OpenTools, ToolOutput, ToolSource, Too
 from nemo_rl.utils.errors import ConfigError
 
 MCP = "mcp"
-"""Name of the entries of servers."""
+"""Name of the entries that stand for MCP servers."""
 START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 15.0
 
@@ -29,11 +29,11 @@ class McpTools(ToolSource):
         command: program and arguments.
         variables: environment variables of the server.
         shared: whether all episodes use one server.
-        timeout_s: deadline of a call.
-        max_bytes: longest output.
+        timeout_s: deadline of a call in seconds.
+        max_bytes: largest length of an output in bytes.
 
     Raises:
-        ConfigError: the server does not start, or names no tools.
+        ConfigError: the server does not start, or offers no tools.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class McpTools(ToolSource):
         return server
 
     async def _listed(self) -> dict[str, ToolSpec]:
-        """Start a server to ask for its tools, and stop it."""
+        """Start a server, ask for its tools, and stop the server."""
         what = f"the MCP server {' '.join(self._command)!r}"
         server = await self._started()
         try:
@@ -94,7 +94,7 @@ class _McpServer:
 
     @property
     def has_ended(self) -> bool:
-        """True if the server does not run any more."""
+        """True if the server is no longer running."""
         return self._task is None or self._task.done()
 
     async def start(self) -> None:
@@ -112,7 +112,7 @@ class _McpServer:
         raise ConfigError(f"the MCP server {' '.join(self._command)!r} cannot be started: {reason}.")
 
     async def stop(self) -> None:
-        """Stop the program, and kill it if it does not end."""
+        """Stop the program, and kill it if it does not end by itself."""
         self._closing.set()
         if self._task is None:
             return

@@ -1,8 +1,8 @@
 """Retrieve documents from a local corpus by BM25, as a tool and as an environment.
 
-`RAGEnvironment` answers queries between `<retrieve>` and `</retrieve>`, with NeMo RL's keys; `RetrieverTools` offers
-the same index as a tool that is called through the chat template. Invariant: an index is built once in a process, and
-the documents of a query are in the order of their scores.
+`RAGEnvironment` answers queries between `<retrieve>` and `</retrieve>`, and has the configuration keys of NeMo RL.
+`RetrieverTools` offers the same index as a tool for models that call tools. Invariant: a process builds an index once,
+and documents are returned in the order of their scores.
 """
 
 import threading
@@ -28,26 +28,26 @@ if TYPE_CHECKING:
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 RAGEnvConfig = RAGEnvironmentConfig
-"""Name of the section in NeMo RL."""
+"""Name of this section's class in NeMo RL."""
 
 _BEGIN, _END = "<retrieve>", "</retrieve>"
 
 
 class BM25Retriever:
-    """An index of documents for queries in words.
+    """An index of documents, which is searched by words.
 
     The score of a document is the sum over the words of the query of `idf * tf / (tf + k1 * (1 - b + b * length /
     mean length))` with `idf = ln(1 + (N - n + 0.5) / (n + 0.5))` (Robertson and Zaragoza 2009, in the form of Lucene).
     Words are lower-case and have two characters or more; common English words are left out.
 
     Args:
-        num_result: documents for each query.
-        k1: how fast repeated words saturate.
-        b: how much long documents are penalised, 0 to 1.
-        device: "cpu", where the index is computed with numpy.
+        num_result: number of documents for each query.
+        k1: parameter of BM25 that says how fast the weight of a repeated word saturates.
+        b: parameter of BM25 from 0 to 1 that says how much long documents are penalised.
+        device: must be "cpu"; the index is computed with numpy.
 
     Raises:
-        ConfigError: the package bm25s is not installed, or another device.
+        ConfigError: the package bm25s is not installed, or `device` is not "cpu".
         DataError: there are no documents.
     """
 
@@ -70,7 +70,7 @@ class BM25Retriever:
         self._lock = threading.Lock()
 
     def build_index(self) -> None:
-        """Build the index, unless an earlier call or query has built it."""
+        """Build the index, unless it is built already."""
         bm25s = _library()
         with self._lock:
             if self._index is None:
@@ -79,7 +79,7 @@ class BM25Retriever:
                 self._index = index
 
     def ranking(self, query: str) -> list[tuple[int, float]]:
-        """Return position and score of the best documents, without documents that have no word of the query."""
+        """Return index and score of the best documents, without documents that have no word of the query."""
         self.build_index()
         words = _library().tokenize([query], show_progress=False, return_ids=False)[0]
         known = [word for word in words if word in self._index.vocab_dict]
@@ -90,7 +90,7 @@ class BM25Retriever:
         return [(int(position), float(scores[position])) for position in best if scores[position] > 0]
 
     def __call__(self, query: str) -> list[str]:
-        """Return the best documents for a query, the best one first."""
+        """Return the best documents for a query, beginning with the best one."""
         return [self.documents[position] for position, _ in self.ranking(query)]
 
 
@@ -98,7 +98,7 @@ class RetrieverTools(EpisodeTools):
     """The tool `retrieve`.
 
     Args:
-        **keys: keys of `env.rag`: dataset_name, dataset_split, text_column, num_results, k1, b, device.
+        **keys: keys of `env.rag`, such as dataset_name and num_results.
 
     Raises:
         ConfigError, DataError: a key is wrong, or the documents cannot be read.
@@ -117,7 +117,7 @@ class RetrieverTools(EpisodeTools):
 
 
 class RAGEnvironment(EnvironmentInterface[dict[str, Any]]):
-    """An environment that answers queries with documents and lets another one grade the final answer.
+    """An environment that answers queries with documents, and lets another environment grade the final answer.
 
     A response with `<retrieve>query</retrieve>` is answered with documents, and another turn follows; any other
     response ends the episode.
@@ -136,7 +136,7 @@ class RAGEnvironment(EnvironmentInterface[dict[str, Any]]):
 
     @classmethod
     def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
-        """See `EnvironmentInterface.check_section`: the grader, and the documents where data is read."""
+        """See `EnvironmentInterface.check_section`. It checks the grader, and the documents if data is read."""
         cfg = RAGEnvironmentConfig.of(section)
         check_grader(cfg.grader, f"{place}.grader", tokenizer)
         if tokenizer is not None:
@@ -192,7 +192,7 @@ class RAGEnvironment(EnvironmentInterface[dict[str, Any]]):
 
 
 def retriever_of(config: RAGEnvironmentConfig) -> BM25Retriever:
-    """Return the retriever of a section, with one index for all equal sections.
+    """Return the retriever of a section. Equal sections share one index.
 
     Raises:
         DataError: the documents cannot be read.
@@ -212,7 +212,7 @@ def retriever_of(config: RAGEnvironmentConfig) -> BM25Retriever:
 
 
 def format_documents(documents: Sequence[str]) -> str:
-    """Return documents as one numbered text."""
+    """Return documents as one text in which they are numbered."""
     if not documents:
         return "<result>\nno document\n</result>"
     listed = "\n".join(f"{number}. {text.strip()}" for number, text in enumerate(documents, 1))
@@ -233,7 +233,7 @@ def _retriever(name: str, split: str, column: str, num_results: int, k1: float, 
 
 
 def _query_of(message: Mapping[str, Any]) -> str | None:
-    """Return the last query of a response, also if the stop string cut off its end tag."""
+    """Return the last query of a response, even if the stop string removed its closing tag."""
     text = content_text(message["content"])
     found = texts_between(text + _END if _BEGIN in text and _END not in text else text, _BEGIN, _END)
     return found[-1].strip() if found else None
@@ -250,7 +250,7 @@ def _answered(state: dict[str, Any], text: str, *, done: bool) -> EnvironmentRet
 
 
 def _total(turn: EnvironmentReturn[Any]) -> torch.Tensor:
-    """Return the reward of one sample, the sum of its components."""
+    """Return the reward of one sample as the sum of its components."""
     if isinstance(turn.rewards, dict):
         return torch.stack([torch.as_tensor(value[0]).float() for value in turn.rewards.values()]).sum()
     return torch.as_tensor(turn.rewards[0]).float()

@@ -1,8 +1,8 @@
-"""The tool `python`: each call is a program of its own in a sandbox.
+"""The tool `python`, which runs each call as a program of its own in a sandbox.
 
-With `stateful` the earlier programs of the episode run again before the new one, in the same sandbox: between two calls
-nothing runs and nothing is stored but their text. Invariant: a program costs at most its own call, whatever it does; a
-call that waits for a free worker loses nothing of its time.
+With `stateful`, the earlier programs of the episode run again before the new one, in the same sandbox. Between two
+calls nothing runs, and only the text of the programs is stored. Invariant: whatever a program does affects only its own
+call. The time that a call waits for a free worker does not count against its time limit.
 """
 
 import asyncio
@@ -21,23 +21,23 @@ from nemo_rl.utils.errors import ConfigError, SandboxError
 logger = logging.getLogger(__name__)
 
 PYTHON = "python"
-"""Name of the entries of this tool."""
+"""Name of the entries that stand for this tool."""
 _KEEPS = " Variables, functions and files of earlier programs are kept."
 _KEEPS_NOT = " Each program starts without the variables and files of earlier ones."
 
 
 class SandboxedPython(ToolSource):
-    """Programs of the model in Python.
+    """A tool that runs Python programs of the model.
 
     Args:
         kwargs: keys of `PythonToolConfig`.
-        place: key of these, for messages.
-        timeout_s: wall time of a program.
-        max_bytes: longest output.
+        place: key of `kwargs`, for messages.
+        timeout_s: limit of a program's wall time in seconds.
+        max_bytes: largest length of an output in bytes.
 
     Raises:
         ConfigError: a key is wrong.
-        SandboxError: this machine cannot lock programs up.
+        SandboxError: this machine does not support a sandbox.
     """
 
     def __init__(self, kwargs: Mapping[str, Any], place: str, timeout_s: float, max_bytes: int) -> None:
@@ -60,7 +60,7 @@ class SandboxedPython(ToolSource):
         return _Interpreter(self._sandbox, self._max_bytes, stateful=self._keys.stateful)
 
     async def shutdown(self) -> None:
-        """Wait for the programs that run, at most as long as their limits allow."""
+        """Wait for the running programs, at most as long as their limits allow."""
         await asyncio.to_thread(self._sandbox.close)
 
 
@@ -78,7 +78,7 @@ class _Interpreter(OpenTools):
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolOutput:
         try:
             return await self.python(**arguments)
-        except (SandboxError, OSError) as error:  # also too many open files or processes of this machine
+        except (SandboxError, OSError) as error:  # OSError, for example, if there are too many open files or processes
             logger.warning("A program of the tool python could not be run: %s", error)
             return ToolOutput(text_of_error(error), "error")
 
@@ -90,7 +90,7 @@ class _Interpreter(OpenTools):
             return self._said(await self._continued(code))
 
     async def _continued(self, code: str) -> ProgramOutcome:
-        """Run a program after the earlier ones, and keep it if it came to its end."""
+        """Run a program after the earlier programs, and keep it for later calls if it came to its end."""
         programs = [*self._earlier, code]
         outcome = await self._sandbox.run_async(program_of(programs, {}))
         if came_to_end(outcome):
@@ -98,13 +98,13 @@ class _Interpreter(OpenTools):
         return outcome
 
     def _said(self, outcome: ProgramOutcome) -> ToolOutput:
-        """Return what the model reads."""
+        """Return the output that the model reads."""
         text = cut_middle(text_of_outcome(outcome), self._max_bytes) or "[no output]"
         return ToolOutput(text, _fault(outcome))
 
 
 def _fault(outcome: ProgramOutcome) -> Fault | None:
-    """Return "timeout" for a limit of time, and "error" for another limit, an exception and a killed process."""
+    """Return "timeout" if a limit of time ended the program, "error" if it failed in another way, or None."""
     if outcome.end in (End.WALL_TIME, End.CPU_TIME):
         return "timeout"
     return None if came_to_end(outcome) and outcome.exit_code == COMPLETED else "error"

@@ -1,8 +1,8 @@
-"""Check a chat template against a parser: a call that the template writes must be read back as the same call.
+"""Check that a parser reads the calls that a chat template writes, and reads them as the same calls.
 
-A model learns from its template to write calls; with a parser for another format no call is ever found, while rewards
-may still rise. Invariant: a run with tools starts only if tools, calls and answers of tools appear in the rendered
-chat, and the parser reads the calls.
+A model learns from its template how to write calls. A parser for another format would find no call, and this could go
+unnoticed, because rewards may still rise. Invariant: a run with tools starts only if tools, calls and outputs of tools
+appear in the rendered chat, and the parser reads the calls.
 """
 
 import os
@@ -32,7 +32,7 @@ _USUAL = (
     *("hermes", "qwen3_coder", "llama3_json", "mistral", "pythonic", "deepseek_v31", "deepseek_v3", "glm45"),
     *("kimi_k2", "minimax_m2", "granite", "phi4_mini_json", "xlam", "internlm", "jamba"),
 )
-"""Parsers that are tried first, the most general ones at the front."""
+"""Parsers that are tried first, beginning with the most general ones."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class RenderedCalls:
     """Calls as a chat template writes them."""
 
     text: str
-    """Text that the assistant writes, up to the token that ends its turn."""
+    """Text of the assistant's turn, up to the token that ends the turn."""
     calls: list[ToolCall]
     opening: str
     """Text before the name of the first tool, for example `<tool_call>`."""
 
 
 def response_text(token_ids: Sequence[int], tokenizer: TokenizerType) -> str:
-    """Decode a response with special tokens, which some formats of calls use, but without those at its end."""
+    """Decode a response. Special tokens are kept, because some formats of calls use them, but not those at its end."""
     ids, special = [int(token) for token in token_ids], set(tokenizer.all_special_ids)
     while ids and ids[-1] in special:
         ids.pop()
@@ -62,12 +62,12 @@ def choose_parser(
     """Return a parser that reads the calls of the chat template, and the text with which calls begin.
 
     Args:
-        name: the configured parser; None takes the first that fits.
-        tokenizer: has the chat template.
+        name: name of the parser, or None for the first parser that fits.
+        tokenizer: tokenizer with the chat template.
         tools: function schemas that prompts offer.
 
     Raises:
-        ConfigError: the template leaves out tools, calls or answers of tools, or the parser does not read its calls.
+        ConfigError: the template leaves out tools, calls or outputs of tools, or the parser does not read its calls.
     """
     rendered = rendered_calls(tokenizer, tools)
     offered = [*tools, _PROBE]
@@ -92,10 +92,10 @@ def choose_parser(
 
 
 def rendered_calls(tokenizer: TokenizerType, tools: Sequence[dict[str, Any]]) -> RenderedCalls:
-    """Render two calls at once: a probe with quotes and brackets in its argument, twice.
+    """Render a turn with two calls of a probe tool, whose arguments contain quotes and brackets.
 
     Raises:
-        ConfigError: the chat template leaves out the tools, the calls or the answers of tools.
+        ConfigError: the chat template leaves out the tools, the calls or the outputs of tools.
     """
     calls = [
         ToolCall("probe_tool", {"text": f'say "{word}" {{1, [2]}}', "count": n}) for n, word in ((3, "a"), (4, "b"))
@@ -135,8 +135,8 @@ def looks_like_a_call(text: str, opening: str, names: Mapping[str, Any]) -> bool
 
     Args:
         text: the response.
-        opening: text with which calls begin. A tag such as `<tool_call>` alone shows a call; anything shorter shows one
-            if the name of a tool follows.
+        opening: text with which calls begin. If it is a tag such as `<tool_call>`, the tag alone shows a call. Any
+            other text shows a call only if the name of a tool follows it.
         names: tools by name.
     """
     if not opening:
@@ -147,7 +147,7 @@ def looks_like_a_call(text: str, opening: str, names: Mapping[str, Any]) -> bool
 
 
 def _opening(before_name: str) -> str:
-    """Return the beginning of a call, which is its first tag, or all of it if it has no tag."""
+    """Return the beginning of a call: the first tag before the tool name or, without a tag, all text before it."""
     stripped = before_name.lstrip()
     if stripped.startswith("<") and ">" in stripped:
         tags = [part + ">" for part in stripped.split(">")[:-1]]
@@ -156,7 +156,7 @@ def _opening(before_name: str) -> str:
 
 
 def _without_end(added: str, tokenizer: TokenizerType) -> str:
-    """Cut a rendered turn after the token that ends it, and that token."""
+    """Return a rendered turn up to, but not including, the token that ends the turn."""
     ends = [token for token in (tokenizer.eos_token, "<|im_end|>", "<|eot_id|>") if token and token in added]
     return added[: min((added.index(token) for token in ends), default=len(added))]
 

@@ -1,7 +1,8 @@
-"""Run the object of one episode's isolated tool: read calls as JSON lines, write their outputs as JSON lines.
+"""Run an isolated tool for one episode. The process reads calls and writes outputs as JSON lines.
 
-`isolated` starts it as `python -m nemo_rl.kits.tools.tool_process PARENT_PID`. Invariant: it ends when
-its parent ends, each request gets one line back, and nothing that a tool prints reaches the protocol or a log.
+`isolated` starts this process as `python -m nemo_rl.kits.tools.tool_process PARENT_PID`. Invariant: the process ends
+when its parent ends, it answers each request with one line, and nothing that a tool prints reaches the protocol or a
+log.
 
     first request  {"name": str, "kwargs": {}, "metadata": any, "max_bytes": int, "memory_limit_mb": int}
     reply          {"ready": true} | {"error": str}
@@ -26,7 +27,7 @@ from nemo_rl.kits.tools.interfaces import text_of_error, text_of_output
 
 
 def main(parent_pid: int) -> int:
-    """Serve calls until their pipe closes, and return the exit status."""
+    """Serve calls until the request pipe closes, and return the exit status."""
     die_with_parent(parent_pid)
     requests, replies = _take_over_pipes()
     first = json.loads(requests.readline())
@@ -49,7 +50,7 @@ def _called(
 ) -> dict[str, str]:
     """Make one call and return its output, or the error that it raised."""
     with Boundary(Exception) as caught:  # the tool is user code
-        # JSON made plain values of the arguments; they become what the type hints say again.
+        # JSON reduced the arguments to plain values. This converts them to the types of the type hints again.
         arguments = found.specs[request["tool"]].checked(request["arguments"])
         value = methods[request["tool"]](**arguments)
         return {"output": text_of_output(asyncio.run(value) if inspect.iscoroutine(value) else value, max_bytes)}
@@ -62,7 +63,7 @@ def _send(replies: TextIO, message: Mapping[str, Any]) -> None:
 
 
 def _used_mb() -> int:
-    """Return the size of the address space of this process."""
+    """Return the size of the address space of this process in MB."""
     pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
     return pages * resource.getpagesize() // 2**20
 

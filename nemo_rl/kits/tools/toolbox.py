@@ -1,7 +1,7 @@
-"""All tools of an environment: found by the entries of `env.tools.tools`, opened and closed with each episode.
+"""Manage all tools of an environment, which are opened and closed with each episode.
 
-Invariant: a name in a call leads to exactly one tool, and an episode that could not open all of its tools has closed
-those that it opened.
+The entries of `env.tools.tools` name the tools. Invariant: a name in a call leads to exactly one tool, and an episode
+that cannot open all of its tools closes those that it has opened.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ class Toolbox:
     """The tools of an environment.
 
     Args:
-        sources: one for each entry.
+        sources: the tool sources, one for each entry.
 
     Raises:
         ConfigError: two tools have the same name.
@@ -60,7 +60,7 @@ class Toolbox:
         return episode
 
     async def shutdown(self) -> None:
-        """Release what all episodes share."""
+        """Release the resources that all episodes share."""
         await asyncio.gather(*(source.shutdown() for source in self._sources), return_exceptions=True)
 
 
@@ -72,7 +72,7 @@ class Episode:
         self._source_of = source_of
 
     def tools_of(self, name: str) -> OpenTools:
-        """Return the open tools that a name belongs to."""
+        """Return the open tools to which a tool's name belongs."""
         return self._opened[self._source_of[name]]
 
     async def close(self) -> None:
@@ -81,7 +81,7 @@ class Episode:
 
 
 def make_toolbox(config: ToolEnvironmentConfig) -> Toolbox:
-    """Find the tools of a section, and start each MCP server once to ask for its tools.
+    """Find the tools of a section. Each MCP server is started once to ask for its tools.
 
     Raises:
         ConfigError: an entry cannot be used.

@@ -1,4 +1,4 @@
-"""Find the part of a response that is thinking, by its tags and by the chat template's text before it."""
+"""Read tool calls and reasoning in responses with the parsers of vLLM, and find where thinking ends."""
 
 import inspect
 import json
@@ -24,10 +24,10 @@ type ThinkingOfPrompt = Literal["opened", "ended", "absent"]
 
 
 def thinking_of_prompt(tokenizer: TokenizerType, template_kwargs: Mapping[str, Any]) -> ThinkingOfPrompt:
-    """Return whether the generation prompt opens the thinking of an answer, opens and ends it, or has no tags.
+    """Return whether the generation prompt opens the thinking, opens and closes it, or has no thinking tags.
 
     Args:
-        tokenizer: has the chat template.
+        tokenizer: tokenizer with the chat template.
         template_kwargs: variables of the template, such as `enable_thinking`.
     """
     variables = json.dumps(dict(template_kwargs), sort_keys=True, default=repr)
@@ -40,7 +40,7 @@ def _read_prompt(tokenizer: TokenizerType, template: str, variables: str) -> Thi
         prompt = render_chat(
             [_QUESTION], tokenizer, add_generation_prompt=True, template_kwargs=json.loads(variables)
         ).rstrip()
-    except DataError:  # no chat template, or one that wants another conversation
+    except DataError:  # no chat template, or one that requires another conversation
         return "absent"
     if prompt.endswith(END_OF_THOUGHT):
         return "ended"
@@ -48,10 +48,10 @@ def _read_prompt(tokenizer: TokenizerType, template: str, variables: str) -> Thi
 
 
 def starts_of_answer(text: str, *, opened: bool = False) -> list[int]:
-    """Return where the answer may begin, the likeliest place last: after the last `</think>`, or after the first one.
+    """Return the positions in a response at which the answer may begin, the likeliest one last.
 
-    The prompt may have opened the thinking, so `<think>` need not be in the text. An answer whose thinking does not end
-    begins nowhere.
+    They are the positions after the first and the last `</think>`, and 0 if the text may have no thinking. The prompt
+    may have opened the thinking, so `<think>` need not be in the text. If the thinking does not end, the list is empty.
 
     Args:
         text: a response.
@@ -76,7 +76,7 @@ class ToolCall:
     name: str
     """Tool that the model calls."""
     arguments: dict[str, Any] | None
-    """Arguments; None if they are no JSON object."""
+    """Arguments, or None if they are no JSON object."""
 
 
 def parser_names() -> list[str]:
@@ -91,12 +91,12 @@ def parser_names() -> list[str]:
 
 @cache
 def load_parsers(file: str) -> None:
-    """Run a Python file that registers parsers with vLLM, once.
+    """Run a Python file that registers parsers with vLLM, unless it has run already.
 
     Raises:
-        ConfigError: it cannot be run.
+        ConfigError: the file cannot be run.
     """
-    _manager()  # says what to install if vLLM is missing
+    _manager()  # raises an error that says what to install if vLLM is missing
 
     def broken(error: Exception) -> ConfigError:
         return ConfigError(f"the plugin {file} of a parser cannot be run: {type(error).__name__}: {error}")
@@ -130,12 +130,12 @@ class CallParser:
             self._new()
 
     def calls(self, text: str, template_kwargs: Mapping[str, Any] | None = None) -> list[ToolCall]:
-        """Return the calls of a response, or an empty list if it has no call or a call that cannot be read.
+        """Return the calls of a response, or an empty list if it has no call, or one that cannot be read.
 
         Args:
             text: a response with its special tokens, without the token that ends the turn.
-            template_kwargs: variables of the chat template of its prompt, which may have opened the thinking; None if
-                the text follows no prompt.
+            template_kwargs: variables of the prompt's chat template, which may have opened the thinking, or None if the
+                text follows no prompt.
         """
         found = self.content_and_calls(text, template_kwargs)[1]
         return [ToolCall(name, _arguments(arguments)) for name, arguments in found]
@@ -143,23 +143,23 @@ class CallParser:
     def content_and_calls(
         self, text: str, template_kwargs: Mapping[str, Any] | None = None
     ) -> tuple[str, list[tuple[str, str]]]:
-        """Return the text of a response without its calls, and name and arguments of each call, as text.
+        """Return the text of a response without its calls, and the name and arguments of each call as text.
 
         Args:
-            text: as for `calls`; if no call can be read, all of it is the text without calls. What is in thinking text
-                is no call, and the thinking stays in the text.
-            template_kwargs: as for `calls`.
+            text: see `calls`. If no call can be read, the whole text is returned. Calls in thinking text do not count,
+                and the thinking stays in the returned text.
+            template_kwargs: see `calls`.
         """
         opened = template_kwargs is not None and thinking_of_prompt(self._tokenizer, template_kwargs) == "opened"
         for start in starts_of_answer(text, opened=opened):
             content, calls = self._read(text[start:])
-            # A call may have the tag in its arguments; then its thinking ended at an earlier one.
+            # A call may have the tag `</think>` in its arguments. Then the thinking ended at an earlier tag.
             if calls and (END_OF_THOUGHT not in text[start:] or _has_tag(calls)):
                 return text[:start] + content, calls
         return text, []
 
     def _read(self, text: str) -> tuple[str, list[tuple[str, str]]]:
-        with Boundary(Exception) as caught:  # whatever a parser raises, the model wrote a text that it cannot read
+        with Boundary(Exception) as caught:  # whatever a parser raises, it cannot read the model's text
             found = self._new().extract_tool_calls(text, self._request)
         if caught:
             return text, []
@@ -190,7 +190,7 @@ class ReasoningReader:
     """
 
     def __init__(self, name: str, tokenizer: TokenizerType) -> None:
-        _manager()  # says what to install if vLLM is missing
+        _manager()  # raises an error that says what to install if vLLM is missing
         with importing():
             from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
             from vllm.reasoning import ReasoningParserManager
@@ -208,18 +208,18 @@ class ReasoningReader:
             self._new({})
 
     def split(self, text: str, template_kwargs: Mapping[str, Any] | None = None) -> tuple[str | None, str]:
-        """Return the reasoning of a response, None without any, and the rest of its text.
+        """Return the reasoning of a response (None if it has none) and the rest of its text.
 
         Args:
             text: the response.
-            template_kwargs: variables of the chat template for this request, such as `enable_thinking`; they replace
-                those of the tokenizer. A parser needs them, because an answer without thinking has no tags.
+            template_kwargs: variables of the chat template for this request, such as `enable_thinking`, which override
+                those of the tokenizer. A parser needs these variables, because an answer without thinking has no tags.
         """
         variables = template_kwargs_of(self._tokenizer) | dict(template_kwargs or {})
         if END_OF_THOUGHT not in text and thinking_of_prompt(self._tokenizer, variables) == "ended":
             return None, text
         request = self._request.model_copy(update={"chat_template_kwargs": variables})
-        with Boundary(Exception):  # whatever a parser raises, the model wrote a text that it cannot read
+        with Boundary(Exception):  # whatever a parser raises, it cannot read the model's text
             reasoning, content = self._new(variables).extract_reasoning(text, request)
             return reasoning, content or ""
         return None, text
@@ -231,7 +231,7 @@ class ReasoningReader:
 
 
 def _naming(parser: str) -> AbstractContextManager[None]:
-    return raised_as(  # parsers raise errors of any kind for a tokenizer that is not theirs
+    return raised_as(  # parsers raise errors of any kind for a tokenizer that does not fit
         lambda error: ConfigError(f"{parser} cannot read what this tokenizer writes: {error}")
     )
 
@@ -241,7 +241,7 @@ def _has_tag(calls: Sequence[tuple[str, str]]) -> bool:
 
 
 def _takes_keywords(kind: Any) -> bool:
-    """Return whether a parser takes the variables of the chat template, which a plugin may not do."""
+    """Return whether a parser accepts the variables of the chat template. A user's parser may not accept them."""
     parameters = inspect.signature(kind).parameters.values()
     return any(one.kind is one.VAR_KEYWORD or one.name == "chat_template_kwargs" for one in parameters)
 

@@ -1,12 +1,12 @@
-"""Lock this process up, then become the program: the first code that runs in a sandbox.
+"""Isolate this process, and then execute the program. This is the first code that runs in a sandbox.
 
     outside ─── enters namespaces (or bubblewrap has) ── waits for `init`
                   └─ init: own root, no identity ─────── waits for the program, and with it everything ends
                        └─ the program: limits, Landlock, seccomp, exec
 
-Started as `python -I -S jail PLAN CONTROL` with two file descriptors: a plan (`marshal`), and a pipe on which it
-reports `init PID`, then `ready` or `error TEXT`. Only the standard library is visible from here, and only its small
-modules are imported, because every program waits for them.
+The code is started as `python -I -S jail PLAN CONTROL` with two file descriptors: a plan (in the format of `marshal`),
+and a pipe on which it reports `init PID`, and then `ready` or `error TEXT`. The code sees only the standard library, of
+which it imports only small modules, because every program waits for these imports.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NOT_FOUND = 127
 
 
 def main(plan_file: int, control: int) -> int:
-    """Run the program of a plan, and return its exit status, or 128 + n after signal n."""
+    """Run the program of a plan, and return its exit status, or 128 + n if signal n ended it."""
     plan: Plan = marshal.loads(os.pread(plan_file, os.fstat(plan_file).st_size, 0))
     os.close(plan_file)
     try:
@@ -70,7 +70,7 @@ def _run_in_own_namespaces(plan: Plan, control: int) -> int:
 
 
 def _enter_namespaces(is_privileged: bool) -> None:
-    """Enter new namespaces, with a user namespace where this process may not mount without one."""
+    """Enter new namespaces, including a user namespace if this process may not mount without one."""
     if is_privileged:
         os.unshare(_NEW_NAMESPACES)
         return
@@ -82,7 +82,7 @@ def _enter_namespaces(is_privileged: bool) -> None:
 
 
 def _prepare(plan: Plan) -> None:
-    """Mount the scratch folder, then give up the rights that this needed."""
+    """Mount the scratch folder, and then give up the rights that mounting needs."""
     view.mount_scratch(plan["scratch"], plan["scratch_bytes"], plan["scratch_files"])
     if plan["is_privileged"]:
         identity.become_nobody(plan["user_number"])
@@ -90,7 +90,7 @@ def _prepare(plan: Plan) -> None:
 
 
 def _give_up_rights(plan: Plan) -> None:
-    """Give up this process's rights where it keeps the machine's files."""
+    """Give up this process's rights, if the program shares the machine's files."""
     keeps_reading = plan["is_root"] and identity.become_nobody_among_files(
         plan["user_number"], plan["scratch"], plan["arguments"][0]
     )
@@ -116,13 +116,13 @@ def _become_the_program(plan: Plan, control: int) -> None:
     os.write(control, b"ready\n")
     try:
         os.execve(plan["arguments"][0], plan["arguments"], plan["environment"])
-    except OSError as error:  # after `ready`, so it is the program's failure
+    except OSError as error:  # `ready` was sent, so this is a failure of the program
         os.write(2, f"{plan['arguments'][0]} or its interpreter cannot be run: {error.strerror}\n".encode())
         os._exit(_NOT_FOUND)
 
 
 def _restrict_files(plan: Plan, may_connect: bool) -> None:
-    """Apply Landlock's rules, where the kernel has them or the mechanism consists of them."""
+    """Apply Landlock's rules if the kernel has them, and raise an error if it does not and they are needed."""
     version = landlock.version(plan["newest_landlock"])
     least = landlock.RESTRICTS_TRUNCATION if plan["namespaces"] == "none" else int(plan["needs_landlock"])
     if version < least:
@@ -142,7 +142,7 @@ def _write(path: str, text: str) -> None:
 
 
 def _status_of(child: int) -> int:
-    """Wait for a child and return its status, and count orphans that end before it as processes."""
+    """Wait for a child and return its status. Orphans that end before it are reaped too, as they count as processes."""
     while True:
         ended, status = os.wait()
         if ended == child:

@@ -1,8 +1,8 @@
-"""Give the process outside the scratch folder of this sandbox, and a socket that listens in the sandbox.
+"""Send two descriptors to the process outside: the scratch folder, and a socket that listens inside the sandbox.
 
-A descriptor keeps its folder and its namespace of networks whoever holds it: the process outside reads files that the
-program leaves, and accepts the connections that the program makes to the one port. Invariant: the program gets neither
-descriptor.
+A descriptor keeps referring to its folder or its network namespace in any process that holds it. With these
+descriptors, the process outside reads the files that the program leaves, and accepts the program's connections to the
+one port. Invariant: the program gets neither descriptor.
 """
 
 import os
@@ -13,7 +13,7 @@ _BACKLOG = 128
 
 
 def start_loopback() -> None:
-    """Switch the loopback device of a new namespace of networks on, which has no other."""
+    """Switch on the loopback device, which is the only device of a new network namespace."""
     import fcntl
     import socket
     import struct
@@ -26,10 +26,10 @@ def give(channel: int, port: int | None) -> None:
     """Send the current folder, and a socket that listens on a port of 127.0.0.1.
 
     Args:
-        channel: Descriptor of a Unix socket, which is closed.
-        port: The port; None for no socket.
+        channel: Descriptor of a Unix socket. The function closes it.
+        port: The port, or None to send no socket.
     """
-    import socket  # only here, because it takes as long to import as everything else here
+    import socket  # imported only if it is needed, because it takes as long as all other imports here
 
     given = [os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)]
     if port is not None:

@@ -1,4 +1,4 @@
-"""Give up identity: a user without files or processes, no capability, and limits of the kernel.
+"""Give up this process's identity: change to a user without files or processes, drop all capabilities, and set limits.
 
 Invariant: after `drop`, this process can gain no right again.
 """
@@ -14,7 +14,7 @@ from kernel import PR_CAP_AMBIENT, PR_SET_KEEPCAPS, PR_SET_NO_NEW_PRIVS, PR_SET_
 _SIGKILL = 9
 _CAPABILITIES_VERSION = 0x20080522
 _FIRST_USER = 0x40000000
-"""Users from here on have no entry, no file and no process on any machine; the process id makes each unique."""
+"""Numbers from here on belong to no user with files or processes on any machine. A unique number is added."""
 _NOBODY = 65534
 _READ_SEARCH = 2
 """Number of the capability to read files and enter folders of other users."""
@@ -22,11 +22,11 @@ _RAISE = 2
 
 
 def become_nobody(number: int, folder: str | None = None) -> None:
-    """Take a user of which no other process exists, so that the limit of processes counts only this program's.
+    """Change to a user without other processes, so that the limit of processes counts only this program's processes.
 
     Args:
         number: A number that no other sandbox of this machine has at the moment.
-        folder: A folder that the user gets.
+        folder: A folder that will belong to the user.
 
     Raises:
         OSError: This process may not change its user.
@@ -38,23 +38,23 @@ def become_nobody(number: int, folder: str | None = None) -> None:
                 os.chown(folder, user, user)
             os.setresgid(user, user, user)
             os.setresuid(user, user, user)
-        except OSError:  # a user namespace that has only some users
+        except OSError:  # a user namespace that maps only some users
             continue
         return
     raise PermissionError("root may not become another user here, which needs CAP_SETUID, CAP_SETGID and CAP_CHOWN")
 
 
 def become_nobody_among_files(number: int, scratch: str, program: str) -> bool:
-    """Take a user as `become_nobody` does, where a program shares the machine's files.
+    """Change the user as `become_nobody` does, for a program that shares the machine's files.
 
     Args:
         number: A number that no other sandbox of this machine has at the moment.
-        scratch: The scratch folder, which the user gets.
+        scratch: The scratch folder, which will belong to the user.
         program: Path of the program that will run.
 
     Returns:
-        Whether the user needs the capability to read, because its files are closed to other users, as those of a Python
-        below `/root` are. Landlock still limits it to the paths of its rules.
+        Whether the program needs the capability to read files of other users, for example of a Python installation
+        below `/root`. Landlock still restricts the program to the paths of its rules.
     """
     prctl(PR_SET_KEEPCAPS, 1)
     become_nobody(number, scratch)
@@ -62,7 +62,7 @@ def become_nobody_among_files(number: int, scratch: str, program: str) -> bool:
 
 
 def drop(keeps_reading: bool = False) -> None:
-    """Drop all capabilities, gain no new ones, and end with the parent.
+    """Drop all capabilities, rule out that new ones are gained, and let this process end with its parent.
 
     Args:
         keeps_reading: Whether to keep the capability to read files and enter folders of other users.
@@ -91,7 +91,7 @@ def end_with_parent() -> None:
 
 
 def limit(limits: Mapping[str, int]) -> None:
-    """Set limits of the kernel, by their names in `resource` without `RLIMIT_`."""
+    """Set kernel limits, which are named as in `resource`, without `RLIMIT_`."""
     for name, value in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}")
         soft, hard = value, value + 1 if name == "CPU" else value  # a program that survives SIGXCPU is killed

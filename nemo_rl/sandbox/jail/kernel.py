@@ -1,6 +1,6 @@
-"""Call the kernel by number, for system calls that Python does not wrap.
+"""Make system calls that Python does not wrap, some of them by number.
 
-Errors become `OSError` with the call's name. This file imports only the standard library.
+Errors of the kernel are raised as `OSError` with the name of the call. This file imports only the standard library.
 """
 
 import ctypes

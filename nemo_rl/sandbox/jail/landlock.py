@@ -1,4 +1,4 @@
-"""Restrict files, TCP and signals of this process with Landlock, for good.
+"""Restrict this process's access to files, TCP and signals with Landlock. The restriction cannot be undone.
 
 Numbers and structures: https://docs.kernel.org/userspace-api/landlock.html. Invariant: every right that the running
 kernel can restrict is restricted, so a path without a rule can be neither opened nor changed.
@@ -17,7 +17,7 @@ _PATH_BENEATH = 1
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 _TRUNCATE, _IOCTL_DEVICE = 1 << 14, 1 << 15
 _ALL_OF_ABI = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1}
-"""Rights on files that an ABI of Landlock knows; from 5 all 16."""
+"""Rights on files that each version of Landlock's ABI knows. From version 5 on, there are 16."""
 _ALL = (1 << 16) - 1
 _MAKE_DEVICES = 1 << 6 | 1 << 11  # character and block devices
 _MAKE_SOCKET = 1 << 9
@@ -28,14 +28,14 @@ _SCOPES = 1 << 0 | 1 << 1  # abstract Unix sockets and signals
 
 
 RESTRICTS_TRUNCATION = 3
-"""First version (Linux 6.2) in which a file that may not be written to cannot be emptied either."""
+"""First version (Linux 6.2) that also prevents a program from emptying a file that it may not write to."""
 
 
 def version(newest: int | None) -> int:
     """Return the version of the rules to apply, or 0 if the kernel has no Landlock or it is switched off.
 
     Args:
-        newest: The newest version to apply; None for the kernel's.
+        newest: The newest version to apply, or None for the version of the kernel.
     """
     try:
         offered = syscall("landlock_create_ruleset", None, 0, _VERSION_FLAG)
@@ -47,7 +47,7 @@ def version(newest: int | None) -> int:
 def restrict(
     version: int, readable: Iterable[str], writable: Iterable[str], devices: Iterable[str], may_connect: bool
 ) -> None:
-    """Allow reading and executing some paths, everything below others, and nothing else (needs `no_new_privs`).
+    """Allow only access to the given paths, and restrict TCP and signals (needs `no_new_privs`).
 
     Args:
         version: Version of the rules, at least 1.
@@ -72,7 +72,7 @@ def restrict(
 
 
 def _allow(ruleset: int, path: str, rights: int) -> None:
-    """Allow rights below a path, unless the path does not exist."""
+    """Allow rights on a path and everything below it. Do nothing if the path does not exist."""
     try:
         place = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except FileNotFoundError:

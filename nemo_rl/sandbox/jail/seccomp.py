@@ -1,7 +1,7 @@
-"""Limit the system calls of this process and its children to a list, for good.
+"""Limit the system calls of this process and its children to a list. The limit cannot be undone.
 
-The filter is a program of the kernel's classic BPF (https://docs.kernel.org/userspace-api/seccomp_filter.html): a chain
-of comparisons with the number of the call, some of which also look at an argument. Everything else fails with EPERM.
+The filter is a program in classic BPF (https://docs.kernel.org/userspace-api/seccomp_filter.html). It compares the
+number of the call with each allowed number, and for some calls also an argument. Any other call fails with EPERM.
 """
 
 import ctypes
@@ -30,45 +30,45 @@ _OF_A_PROCESS = (
     *("getpgid", "getsid", "get_robust_list"),
     *("sched_getaffinity", "sched_getparam", "sched_getscheduler"),
 )
-"""Calls that tell something about the process of their first argument."""
+"""Calls that return information about the process that their first argument names."""
 _OF_A_CLOCK = ("clock_gettime", "clock_getres", "clock_nanosleep")
 _PROCESSES = ("fork", "vfork", "setsid", "setpgid")
-"""Calls that only make sense where the program may start processes."""
+"""Calls that are useful only if the program may start processes."""
 _CHANGES_OF_METADATA = (
     *("chmod", "fchmod", "fchmodat", "fchmodat2", "utimensat", "utime", "utimes", "futimesat", "mknod", "mknodat"),
 )
-"""Landlock does not cover these, so they need a file system of the program's own."""
+"""Calls that Landlock does not restrict. They are allowed only if the program has a file system of its own."""
 _PROBES = ("capget",)
-"""Calls that tell which processes exist, by an argument in memory, which a filter cannot read."""
+"""Calls that reveal which processes exist. Their argument is in memory, which a filter cannot read."""
 _NETWORK = ("socket", "connect", "bind", "listen", "accept", "accept4")
-"""Calls for a program that may use the network of its own namespace."""
+"""Calls for a program that may use the network of its own network namespace."""
 _INTERNET, _STREAM = (2, 10), 1  # AF_INET and AF_INET6, SOCK_STREAM
 
 _FILE_COMMANDS = (
     *(0, 1, 2, 3, 4, 1030),  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC
     *(5, 9, 11, 16, 36, 1025, 1032, 1034),  # F_GETLK, F_GETOWN, F_GETSIG, F_GETOWN_EX, F_OFD_GETLK, F_GETLEASE ...
 )
-"""Commands of `fcntl`. F_SETOWN and F_SETSIG send signals, F_SETLEASE delays others who open a file, F_NOTIFY watches
-files of others, F_SETPIPE_SZ takes memory of the kernel."""
+"""Allowed commands of `fcntl`. F_SETOWN and F_SETSIG send signals, F_SETLEASE delays other processes that open a file,
+F_NOTIFY watches files of others, and F_SETPIPE_SZ takes kernel memory, so they are not allowed."""
 _LOCK_COMMANDS = (6, 7, 37, 38)
-"""F_SETLK, F_SETLKW and those of open files. Each lock takes memory of the kernel, without a limit, so they succeed and
-do nothing: SQLite needs them, and no other program uses the files of the scratch folder."""
+"""F_SETLK, F_SETLKW and their variants for open files. They succeed and do nothing, because each lock takes kernel
+memory without a limit. SQLite needs these commands, and no other program uses the files of the scratch folder."""
 _SOCKET_OPTIONS: dict[int, tuple[int, ...]] = {
     1: (2, 9, 10, 13, 15, 20, 21),  # SO_REUSEADDR, SO_KEEPALIVE, _OOBINLINE, _LINGER, _REUSEPORT, _RCVTIMEO, _SNDTIMEO
     6: (1, 3, 4, 5, 6, 18),  # TCP_NODELAY, TCP_CORK, TCP_KEEPIDLE, _KEEPINTVL, _KEEPCNT, _USER_TIMEOUT
     41: (26,),  # IPV6_V6ONLY
 }
-"""Options of `setsockopt` by level. SO_SNDBUF, SO_RCVBUF and filters take memory of the kernel."""
+"""Allowed options of `setsockopt` by level. SO_SNDBUF, SO_RCVBUF and filters would take kernel memory."""
 _CLOCKS = 16
-"""Clocks below this number are the machine's or the caller's; other numbers can name any process."""
+"""Clocks below this number belong to the machine or the caller. Other numbers can name the clock of any process."""
 _SUCCEED = 0x00050000
-"""Return 0 without the call."""
+"""Action that makes a call return 0 without being executed."""
 
 type Instruction = tuple[int, int, int, int]
 
 
 def is_supported() -> bool:
-    """Return whether the numbers of this machine's system calls are known."""
+    """Return whether the system call numbers of this machine are known."""
     return MACHINE in _ARCHITECTURES
 
 
@@ -112,10 +112,10 @@ def program(own_namespaces: bool, may_fork: bool, may_connect: bool, pid: int) -
 
 
 def _rules(own_namespaces: bool, may_fork: bool, pid: int) -> dict[str, list[Instruction]]:
-    """Return what follows the comparison with a call's number, for calls whose arguments matter."""
+    """Return the instructions that follow the comparison with a call's number, for calls whose arguments matter."""
     rules = {
         "clone": _clone(0 if may_fork else _CLONE_THREAD),
-        "clone3": [(_RETURN, 0, 0, _UNKNOWN)],  # its flags are in memory; the C library falls back to clone
+        "clone3": [(_RETURN, 0, 0, _UNKNOWN)],  # the flags of clone3 are in memory; the C library falls back to clone
         # An unconnected datagram socket could send to any socket in the file system, which Landlock does not restrict.
         "socketpair": [*_load(1, 0xF), (_EQUAL, 0, 1, 1), (_RETURN, 0, 0, _ALLOW), _refuse()],
         "socket": [*_load(1, 0xF), (_EQUAL, 1, 0, _STREAM), _refuse(), *_only(0, _INTERNET)],
@@ -134,13 +134,13 @@ def _rules(own_namespaces: bool, may_fork: bool, pid: int) -> dict[str, list[Ins
 
 
 def _clone(needed: int) -> list[Instruction]:
-    """Allow no new namespaces, and require the flag `needed` unless it is 0."""
+    """Refuse flags that make namespaces, and require the flag `needed` unless it is 0."""
     allowed = [(_EQUAL, 0, 1, needed), (_RETURN, 0, 0, _ALLOW)]
     return [*_load(0, _CLONE_NEW | needed), *allowed, _refuse()]
 
 
 def _load(argument: int, mask: int | None = None) -> list[Instruction]:
-    """Load the lower 32 bits of an argument, and a part of them where a mask is given."""
+    """Load the lower 32 bits of an argument, or the part of these bits that `mask` selects."""
     masked = [] if mask is None else [(_AND, 0, 0, mask)]
     return [(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * argument), *masked]
 
@@ -150,7 +150,7 @@ def _only(argument: int, values: Iterable[int]) -> list[Instruction]:
 
 
 def _each(values: Iterable[int], action: int) -> list[Instruction]:
-    """Compare the loaded value with some values, and act if one is equal."""
+    """Compare the loaded value with each of the given values, and take the action if one is equal."""
     return [one for value in values for one in ((_EQUAL, 0, 1, value), (_RETURN, 0, 0, action))]
 
 

@@ -1,8 +1,9 @@
 """Numbers of the system calls that a program may make, on x86_64 and aarch64.
 
-None: that machine does not have the call. Numbers are part of the kernel's stable interface. Invariant: no call touches
-another process except by a signal or a wait, mounts, traces, loads code into the kernel or allocates memory that the
-limits do not count; those that open a network connection are allowed by `seccomp` on request only.
+A number is None if the machine does not have the call. Numbers are part of the kernel's stable interface. Invariant: no
+call in this list affects another process, except by a signal or a wait. No call mounts, traces, loads code into the
+kernel, or allocates memory that the limits do not count. `seccomp` allows the calls for network connections only on
+request.
 """
 
 NUMBERS: dict[str, tuple[int | None, int | None]] = {

@@ -1,6 +1,6 @@
-"""Give this process a view of files of its own: some paths, read-only, and an empty scratch folder.
+"""Give this process its own root folder, with some read-only paths and an empty scratch folder.
 
-Works in a new mount namespace. Invariant: nothing of the old root can be reached after `enter`.
+The process must be in a new mount namespace. Invariant: after `enter`, nothing in the old root can be reached.
 """
 
 import os
@@ -16,14 +16,14 @@ _AT_RECURSIVE = 0x8000
 _AT_EMPTY_PATH = 0x1000
 _AT_FDCWD = -100
 _PLACE = "/proc"
-"""Where the new root is built: a folder that every machine has, and whose content the program must not see."""
+"""Folder in which the new root is built. Every machine has it, and the program must not see its content."""
 
 
 def enter(readable: Iterable[str], devices: Iterable[str], scratch: str) -> None:
-    """Replace the root by a read-only one with these paths and an empty folder for the scratch folder.
+    """Replace the root by a read-only root that contains the given paths, and an empty folder for the scratch folder.
 
     Args:
-        readable: Files and folders to keep, read-only; those that do not exist are left out.
+        readable: Files and folders to keep, read-only. Paths that do not exist are left out.
         devices: Device files to keep.
         scratch: Path of the scratch folder in the new root.
     """
@@ -40,7 +40,7 @@ def enter(readable: Iterable[str], devices: Iterable[str], scratch: str) -> None
 
 
 def mount_scratch(scratch: str, num_bytes: int, num_files: int) -> None:
-    """Mount an empty folder in memory that every user may write to and that disappears with its last process."""
+    """Mount an empty folder in memory. All users may write to it, and it disappears with its last process."""
     mount("scratch", scratch, "tmpfs", _NOSUID | _NODEV, f"size={num_bytes},nr_inodes={num_files},mode=777")
 
 

@@ -1,1 +1,1 @@
-"""Rows of data files: reading, checking and converting them, and refusing bad ones."""
+"""Read, check and convert the rows of data files, and refuse bad ones."""

@@ -1,7 +1,7 @@
-"""Finds rows whose texts hold control tokens, and reports them once for each data set or leaves them out.
+"""Find rows whose texts contain control tokens. The rows are reported once for each data set, or left out.
 
-Arrow tables are searched column by column, rows in memory one by one; only rows with a match are formatted. Invariant:
-a counted token is in a text that reaches the chat template.
+Arrow tables are searched column by column, and rows in memory one by one. Only rows with a match are formatted.
+Invariant: only tokens in texts that the chat template gets are counted.
 """
 
 import logging
@@ -17,16 +17,15 @@ from nemo_rl.data.datasets.rows.readers import is_table
 from nemo_rl.data.messages.control_tokens import ControlTokens
 
 if TYPE_CHECKING:
-    # Imported with the first table.
+    # pyarrow is imported with the first table.
     import pyarrow
 
 logger = logging.getLogger(__name__)
 
 _TEXT_KEYS = ("messages", "pair", "feedback", "choice", "tools")
-"""Keys under which formatted rows hold the texts that are rendered; in rows without these keys all texts are searched.
-"""
+"""Keys of formatted rows for the texts that are rendered. In rows without any of these keys, all texts are searched."""
 _ESCAPED = r"\\u00"
-"""Escaped form in which JSON within a text may write a character."""
+"""Beginning of the escaped form in which JSON inside a text may write a character."""
 _BATCH_ROWS = 10_000
 _LOOKED_AT = 2000
 """Number of rows that are searched in a data set that makes its rows when they are read."""
@@ -35,7 +34,7 @@ _LOOKED_AT = 2000
 def check_control_tokens(
     name: str, rows: Sequence[FormattedRow], control: ControlTokens, policy: str
 ) -> tuple[Sequence[FormattedRow], list[BadRow]]:
-    """Report the rows of a data set whose texts hold special tokens, or leave them out.
+    """Report the rows of a data set whose texts contain special tokens, or leave these rows out.
 
     Args:
         name: name of the data set, for messages.
@@ -70,7 +69,7 @@ def check_control_tokens(
 
 
 def rows_with_control_tokens(rows: Sequence[FormattedRow], control: ControlTokens) -> tuple[dict[int, str], int]:
-    """Return the positions of rows with special tokens, each with the first token, and the number of searched rows."""
+    """Return the first special token by the position of each row that has one, and the number of searched rows."""
     if not len(rows):
         return {}, 0
     candidates = _candidates(rows, _Search(control.special))
@@ -88,13 +87,13 @@ def rows_with_control_tokens(rows: Sequence[FormattedRow], control: ControlToken
 
 
 class _Search:
-    """Finds texts that may hold one of the given tokens."""
+    """Finds texts that may contain one of the given tokens."""
 
     def __init__(self, tokens: Sequence[str]) -> None:
         self.pattern = "|".join((*map(re.escape, tokens), _ESCAPED))
-        """Regular expression of Python and of Arrow."""
+        """Regular expression for both Python and Arrow."""
         self._find = re.compile(self.pattern).search
-        # Searching a few short texts first is ten times as fast as the regular expression.
+        # Searching for a few short texts first is ten times as fast as using the regular expression for each text.
         self._beginnings = tuple({token[:2] for token in (*tokens, "\\u00")})
 
     def may_match(self, text: str) -> bool:
@@ -103,7 +102,7 @@ class _Search:
 
 
 def _candidates(rows: Any, search: _Search) -> np.ndarray | None:
-    """Return [rows] bool: whether a row may hold one of the tokens, or None if a search would have to make the rows."""
+    """Return [rows] bool (whether a row may contain one of the tokens), or None if the rows are made only when read."""
     if isinstance(rows, RowView):
         below = _candidates(rows.rows, search)
         return None if below is None else below[rows.indices]
@@ -120,7 +119,7 @@ def _candidates(rows: Any, search: _Search) -> np.ndarray | None:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield all texts in a value, including nested ones."""
+    """Yield all texts in a value, including texts in nested values."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -132,7 +131,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _any_text(value: Any, test: Callable[[str], bool]) -> bool:
-    """Return `any(map(test, _texts(value)))` in a third of the time."""
+    """Return `any(map(test, _texts(value)))`, but in a third of the time."""
     if isinstance(value, str):
         return test(value)
     if isinstance(value, dict):
@@ -153,7 +152,7 @@ def _in_table(table: "pyarrow.Table", pattern: str) -> np.ndarray:
 
 
 def _in_array(array: Any, pattern: str) -> np.ndarray:
-    """Return [values] bool of an Arrow array, nested arrays too, with True for values that cannot be searched."""
+    """Return [values] bool of an Arrow array, which may be nested. Values that cannot be searched are True."""
     import pyarrow
     import pyarrow.compute
 

@@ -1,6 +1,6 @@
-"""Read the source code of tests: what checks a solution in it, and why tests cannot judge.
+"""Analyse the source code of tests: find the checks in it, and find out whether the tests can judge a solution.
 
-The sandbox runs this file too, so it needs nothing but Python's standard library.
+This file also runs in the sandbox, so it imports only the standard library.
 """
 
 import ast
@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 
 SOLUTION = "solution"
-"""Module from which tests may import what a solution defines."""
+"""Module from which tests may import the names that a solution defines."""
 _CHECKING = re.compile(r"_*(assert|fail(_|$|[A-Z]))")
 _INPUT = {"builtins.input", "sys.stdin", "input", "stdin"}
 _OWN_NAMES = frozenset(dir(builtins))
@@ -22,13 +22,13 @@ type Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def parse(code: str) -> ast.Module:
-    """Return the tree of some code.
+    """Return the syntax tree of source code.
 
     Raises:
-        SyntaxError, ValueError, RecursionError, MemoryError: It is no Python.
+        SyntaxError, ValueError, RecursionError, MemoryError: The code is no valid Python.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of escape sequences in the code
+        warnings.simplefilter("ignore")  # warnings about escape sequences in the code
         return ast.parse(code.removeprefix("\ufeff"))
 
 
@@ -37,8 +37,8 @@ def reason_against(tests: Sequence[str], setup: str = "", names: Sequence[str] =
 
     Args:
         tests: Source code of each test.
-        setup: Source code that runs before them.
-        names: Names of the solution that Python or `setup` defines too.
+        setup: Source code that runs before the tests.
+        names: Names that the solution defines, and that Python or `setup` also defines.
     """
     codes, trees = (setup, *tests), []
     for number, code in enumerate(codes):
@@ -69,7 +69,7 @@ def reason_against(tests: Sequence[str], setup: str = "", names: Sequence[str] =
 
 
 def missing_modules(trees: Sequence[ast.AST]) -> set[str]:
-    """Return modules that tests import outside of `try` and that Python's standard library does not have."""
+    """Return the modules that tests import outside of `try`, and that the standard library does not have."""
     optional = {
         id(node) for tree in trees for one in ast.walk(tree) if isinstance(one, ast.Try) for node in ast.walk(one)
     }
@@ -84,7 +84,7 @@ def missing_modules(trees: Sequence[ast.AST]) -> set[str]:
 
 
 def replaced_inputs(tree: ast.AST) -> Iterator[str]:
-    """Yield the inputs that tests replace in their own process."""
+    """Yield the names of input functions and streams that tests replace in their own process."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr in ("stdin", "input"):
             yield ast.unparse(node)
@@ -94,7 +94,7 @@ def replaced_inputs(tree: ast.AST) -> Iterator[str]:
 
 
 def used_names(codes: Sequence[str], trees: Sequence[ast.Module]) -> set[str]:
-    """Return the names that tests read and neither define nor find among Python's own or its modules."""
+    """Return the names that tests read, but that neither the tests nor Python nor its modules define."""
     read: set[str] = set()
     defined: set[str] = set()
     for code in codes:
@@ -130,7 +130,7 @@ def attributes_of_names(trees: Sequence[ast.AST]) -> dict[str, set[str]]:
 
 
 def tests_to_call(tree: ast.Module, trees: Sequence[ast.Module]) -> list[Function]:
-    """Return the functions `test...` of a tree, also in classes, that nothing else calls."""
+    """Return the functions `test...` of a module, including methods, that no other code calls."""
     if not any(getattr(node, "name", "")[:4].lower() == "test" for node in tree.body):
         return []
     referenced = {node.id for one in trees for node in ast.walk(one) if isinstance(node, ast.Name)}
@@ -148,7 +148,7 @@ def tests_to_call(tree: ast.Module, trees: Sequence[ast.Module]) -> list[Functio
 
 
 def is_plain_test_class(node: ast.ClassDef) -> bool:
-    """Return whether a class without a base is one whose methods are tests."""
+    """Return whether a class without a base class is a test class, whose methods are tests."""
     return node.name.startswith("Test") and not node.bases and "__init__" not in {one.name for one in methods(node)}
 
 
@@ -158,7 +158,7 @@ def methods(node: ast.ClassDef) -> list[Function]:
 
 
 def required_parameters(function: Function) -> bool:
-    """Return whether a test function needs arguments besides `self`."""
+    """Return whether a test function has required parameters besides `self`."""
     given = function.args
     positional = [one.arg for one in (*given.posonlyargs, *given.args)]
     needed = len(positional) - len(given.defaults) - bool(positional[:1] == ["self"])
@@ -166,26 +166,26 @@ def required_parameters(function: Function) -> bool:
 
 
 def is_constant(test: ast.expr) -> bool:
-    """Return whether the condition of an assert, such as a tuple with items, does not depend on a solution."""
+    """Return whether the condition of an assert is the same for any solution, such as a tuple with items."""
     if isinstance(test, ast.Tuple) and test.elts:
         return True
     return not any(isinstance(node, ast.Name | ast.Call | ast.Attribute | ast.Await) for node in ast.walk(test))
 
 
 def constant_value(test: ast.expr) -> bool:
-    """Return the truth of a condition for which `is_constant` holds."""
+    """Return the truth value of a condition for which `is_constant` is true."""
     if isinstance(test, ast.Tuple):
         return bool(test.elts)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return bool(eval(compile(ast.Expression(test), "tests", "eval"), {"__builtins__": {}}))
-    except (ArithmeticError, LookupError, TypeError, ValueError):  # such as 1 / 0
+    except (ArithmeticError, LookupError, TypeError, ValueError):  # for example 1 / 0
         return False
 
 
 def judges(node: ast.AST) -> bool:
-    """Return whether a node itself is a check: an assert that may fail, a raise, or the call of a checking function."""
+    """Return whether a node is a check: an assert that may fail, a raise, or a call of a function that checks."""
     if isinstance(node, ast.Assert):
         return not (is_constant(node.test) and constant_value(node.test))
     if isinstance(node, ast.Call):
@@ -194,7 +194,7 @@ def judges(node: ast.AST) -> bool:
 
 
 def has_check(tree: ast.AST, trees: Sequence[ast.Module]) -> bool:
-    """Return whether code has a check that runs, in a function only if something calls it."""
+    """Return whether code has a check that runs. A check in a function counts only if the function is called."""
     if any(judges(node) for node in getattr(tree, "body", ())):
         return True
     return _has_check(tree, _functions(trees), set(), set())

@@ -1,7 +1,7 @@
-"""Reads local files of rows and keeps the place of each row.
+"""Read local files of rows, and keep the place of each row.
 
 Text files are read as bytes and decoded row by row, so a broken row affects no other row. Invariant: `rows[i]` comes
-from `lines[i]`; everything that is not a row is in `bad_rows`.
+from `lines[i]`, and everything that is no valid row is in `bad_rows`.
 """
 
 import csv
@@ -23,7 +23,7 @@ from nemo_rl.files.regular_file import read_bytes, require_regular
 from nemo_rl.utils.errors import DataError
 
 if TYPE_CHECKING:
-    # Imported only when a table is read: generated data sets and text files do not need it.
+    # `datasets` is imported only when a table is read, because generated data sets and text files do not need it.
     import datasets
 
 NOT_UTF8 = "not valid UTF-8"
@@ -38,11 +38,11 @@ _MAX_CSV_FIELD = 2**31 - 1
 _DELIMITERS = (",", ";", "\t", "|")
 
 type Record = tuple[int, Mapping[str, Any] | str]
-"""Line where a row begins, and the row, or the reason why it cannot be used."""
+"""Line where a row begins, and the row or the reason why it cannot be used."""
 
 
 class WrittenFloat(float):
-    """A number of a JSON file that keeps its digits in `text`."""
+    """A number of a JSON file that keeps its digits as text."""
 
     def __new__(cls, text: str) -> "WrittenFloat":
         """Read the number."""
@@ -58,14 +58,14 @@ class WrittenFloat(float):
 
 @dataclass
 class RowTable:
-    """Rows and where they came from."""
+    """Rows with the places from which they come."""
 
     name: str
     """Path of the file, or name of the data set."""
     rows: Sequence[Mapping[str, Any]]
     """Mappings from column to value, by position."""
     lines: Sequence[int]
-    """Place of each row (see `BadRow.line`), as long as `rows`."""
+    """Place of each row (see `BadRow.line`). The sequence is as long as `rows`."""
     bad_rows: list[BadRow] = field(default_factory=list)
     """Lines or records that could not be read as a row."""
 
@@ -76,15 +76,15 @@ class RowTable:
 
 
 def is_file_path(data_path: str) -> bool:
-    """Return whether the text names a local file (it exists, or has a file's suffix) and not a hub id."""
+    """Return whether a text is the path of a local file (it exists, or has a file's suffix) and not a hub id."""
     return Path(data_path).expanduser().is_file() or _kind(Path(data_path)) is not None
 
 
 def read_file(data_path: str) -> RowTable:
-    """Read a local file, whose suffix decides its kind.
+    """Read a local file. Its suffix determines the format.
 
     Raises:
-        DataError: The file does not exist, is of an unknown kind, or is damaged as a whole.
+        DataError: The file does not exist, has an unknown format, or is damaged as a whole.
     """
     path = Path(data_path).expanduser()
     kind = _kind(path)
@@ -109,13 +109,13 @@ def read_file(data_path: str) -> RowTable:
 
 
 def is_table(rows: Any) -> "TypeGuard[datasets.Dataset]":
-    """Return whether rows are a Hugging Face data set, without an import if the library is not loaded."""
+    """Return whether rows are a Hugging Face data set. The library is not imported if it is not loaded."""
     library = sys.modules.get("datasets")
     return library is not None and isinstance(rows, library.Dataset)
 
 
 def table_of(name: str, dataset: "datasets.Dataset") -> RowTable:
-    """Wrap a Hugging Face data set, with row indices as lines."""
+    """Wrap a Hugging Face data set. The line of each row is its index."""
     return RowTable(name, dataset, range(len(dataset)))
 
 
@@ -175,7 +175,7 @@ def _read_table(path: Path, kind: str) -> "datasets.Dataset":
 
 
 def _json_lines_rows(content: bytes) -> Iterator[Record]:
-    """Yield one JSON object per line, and skip blank lines."""
+    """Yield one JSON object for each line, and skip blank lines."""
     for number, line in enumerate(content.split(b"\n"), start=1):
         if line.strip():
             yield number, _parse_line(line)
@@ -196,7 +196,7 @@ def _parse_line(line: bytes) -> dict[str, Any] | str:
 
 
 def _json_array_rows(name: str, content: bytes) -> Iterator[Record]:
-    """Yield the objects of an array, with surrogates for undecodable bytes, so that they affect only their own row."""
+    """Yield the objects of a JSON array. Undecodable bytes become surrogates, and affect only their own row."""
     text = content.decode("utf-8", errors="surrogateescape")
     for line, value in _array_items(name, text):
         if isinstance(value, RowError):
@@ -210,7 +210,7 @@ def _json_array_rows(name: str, content: bytes) -> Iterator[Record]:
 
 
 def _array_items(name: str, text: str) -> Iterator[tuple[int, Any]]:
-    """Yield the line where each item begins, and the item, or the reason why it cannot be used."""
+    """Yield the line where each item begins, and the item or the reason why it cannot be used."""
     faults: list[RowError] = []
 
     def read_int(digits: str) -> int:
@@ -256,7 +256,7 @@ def _array_items(name: str, text: str) -> Iterator[tuple[int, Any]]:
 
 
 def _with_each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object, and refuse a repeated key, because its meaning is unclear."""
+    """Return a JSON object, and refuse a repeated key because its meaning is not clear."""
     made = dict(pairs)
     if len(made) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -266,9 +266,9 @@ def _with_each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _csv_rows(name: str, content: bytes) -> Iterator[Record]:
-    """Yield rows of a table of text with a header line, whose number of fields each row needs.
+    """Yield the rows of a CSV file with a header line. Each row must have as many fields as the header.
 
-    The header decides what separates fields: a comma, or the semicolon, tab or bar of which it has more.
+    The separator is a comma, unless the header has more semicolons, tabs or bars than commas.
     """
     csv.field_size_limit(_MAX_CSV_FIELD)
     text = content.decode("utf-8", errors="surrogateescape")
@@ -293,10 +293,10 @@ def _csv_rows(name: str, content: bytes) -> Iterator[Record]:
 
 
 def _csv_records(lines: list[str], delimiter: str) -> Iterator[tuple[int, list[str] | str]]:
-    """Yield the line where each record begins, and its fields, or the error in its quotes.
+    """Yield the line where each record begins, and its fields or an error about its quotes.
 
-    A quote that is never closed would extend to the end of the file, so after such a record reading
-    continues at the line after its first line.
+    A quote that is never closed would extend to the end of the file. After such a record, reading therefore continues
+    at the line after the record's first line.
     """
     start = 0
     while start < len(lines):

@@ -1,4 +1,4 @@
-"""Reads values from raw rows and reports unusable ones.
+"""Read values from raw rows, and report unusable ones.
 
 Invariant: a value is either usable or raises a `RowError` with a readable reason.
 """
@@ -12,7 +12,7 @@ from nemo_rl.data.datasets.raw_dataset import Row
 from nemo_rl.data.datasets.rows.readers import WrittenFloat
 
 _MOST_DIGITS = 400
-"""Most digits of a number before or after the point."""
+"""Largest number of digits of a number before or after the point."""
 
 
 def text_of(row: Row, key: str) -> str:
@@ -32,7 +32,7 @@ def plain_text(value: Any, what: str) -> str:
 
     Args:
         value: A value of a row.
-        what: The value's name in messages.
+        what: Name of the value, for errors.
 
     Raises:
         RowError: The value is not text, or not valid Unicode.
@@ -41,7 +41,7 @@ def plain_text(value: Any, what: str) -> str:
         raise RowError(f"{what} is {kind_of(value)}, not text or a number")
     try:
         text = _float_text(value, what) if isinstance(value, float) else str(value)
-    except ValueError:  # an integer with more digits than Python writes
+    except ValueError:  # an integer with more digits than Python can write
         raise RowError(f"{what} is a number of too many digits") from None
     if not text.isascii():
         try:
@@ -52,7 +52,7 @@ def plain_text(value: Any, what: str) -> str:
 
 
 def _float_text(value: float, what: str) -> str:
-    """Return a number with the file's digits, without an exponent, and without a point if it is whole."""
+    """Return a number with the digits that the file has, without an exponent, and without a point if it is whole."""
     if not math.isfinite(value):
         raise RowError(f"{what} is not a finite number")
     number = Decimal(value.text if isinstance(value, WrittenFloat) else repr(float(value)))
@@ -75,6 +75,6 @@ def value_of(row: Row, key: str) -> Any:
 
 
 def kind_of(value: Any) -> str:
-    """Return the kind of a value, for messages."""
+    """Return a description of a value's type, for messages."""
     names = {bool: "true/false", list: "a list", dict: "an object", str: "text"}
     return names.get(type(value), f"a {type(value).__name__}")

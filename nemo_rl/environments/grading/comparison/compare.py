@@ -1,9 +1,9 @@
-"""Decide whether a final answer equals the ground truth, by the rules in docs/environments/environments.md.
+"""Compare a final answer with the ground truth, by the rules in docs/environments/environments.md.
 
     clean both ─► equal text ─► words, times, ratios, bases ─► lists, sets, intervals, matrices: part by part
                ─► equations ─► units ─► exact numbers ─► sympy
 
-Invariant: an answer is equal, different, or cannot be compared, which raises.
+Invariant: the comparison says that an answer is equal or different, or it raises an error if it cannot decide.
 """
 
 import re
@@ -42,7 +42,7 @@ from nemo_rl.environments.grading.comparison.words import (
 )
 
 MAX_PARTS = 100
-"""Most parts of an answer that are compared."""
+"""Largest number of parts of an answer that is compared."""
 
 LIST, SET, UNION = ",", r"\{\}", r"\cup"
 
@@ -62,7 +62,7 @@ class AnswerCollection:
     """An answer with several parts."""
 
     kind: str
-    """`LIST`, `SET`, `UNION`, or the brackets around it, such as "[)"."""
+    """`LIST`, `SET`, `UNION`, or the brackets around an interval, such as "[)"."""
     parts: list[str]
     """Its parts in order."""
 
@@ -86,7 +86,7 @@ def read_collection(text: str) -> AnswerCollection | None:
 
 
 def _listed(text: str) -> str:
-    """Return a text with commas for "and", and without commas in thousands if other commas are before a space."""
+    """Return a text with commas for "and", and without thousands separators if other commas are followed by a space."""
     text = with_commas(text)
     return _SPACED_COMMA.sub("", text) if ", " in text and re.search(r"\d, ", text) else text
 
@@ -114,7 +114,7 @@ def _split_word(text: str, word: str) -> list[str]:
 
 
 def compare_collections(truth: str, answer: str, same: Same) -> bool | None:
-    """Compare two answers of several parts, or return None if neither has several."""
+    """Compare two answers of several parts, or return None if neither answer has several parts."""
     truth, answer = _without_name(truth), _without_name(answer)
     signed = r"\pm" in truth or r"\pm" in answer
     first = read_collection(_with_both_signs(truth)) or _interval(truth, answer)
@@ -151,7 +151,7 @@ def _equal_ordered(first: list[str], second: list[str], same: Same) -> bool:
 
 
 def _equal_unordered(first: list[str], second: list[str], same: Same) -> bool:
-    """Return whether the parts can be paired."""
+    """Return whether each part of one answer equals a different part of the other, in any order."""
     if len(first) != len(second):
         return False
     rest = list(second)
@@ -179,7 +179,7 @@ def _are_named(parts: list[str]) -> bool:
 
 
 def _without_name(text: str) -> str:
-    r"""Return S of "x \in S", and what follows "x =" if it has several parts."""
+    r"""Return the S of "x \in S" or the list that follows "x =", or the text itself if it has another form."""
     builder = _BUILDER.fullmatch(text)
     if builder is not None:
         return builder[1].strip()
@@ -197,7 +197,7 @@ def _without_name(text: str) -> str:
 
 
 def _with_both_signs(text: str) -> str:
-    r"""Write each part with \pm as two parts."""
+    r"""Replace each part that has \pm by two parts."""
     if _SIGNS.search(text) is None:
         return text
     written = []
@@ -210,7 +210,7 @@ def _with_both_signs(text: str) -> str:
 
 
 def _sign_of(plus: str) -> Callable[[re.Match[str]], str]:
-    """Return a replacement by "+" for one of the two commands, and by "-" for the other."""
+    """Return a function that replaces `plus` ("pm" or "mp") by "+", and the other of the two commands by "-"."""
     return lambda sign: "+" if sign[1] == plus else "-"
 
 
@@ -306,7 +306,7 @@ def _same(truth: str, answer: str, depth: int) -> bool:
 
 
 def _compare_equations(truth: str, answer: str, same: Same) -> bool | None:
-    """Compare what is given to a name: both names count, one alone does not."""
+    """Compare equations that give a value to a name: two names must be equal, and one side may leave its name out."""
     sides = [list(_equation_sides(text)) for text in (truth, answer)]
     if len(sides[0]) == 1 and len(sides[1]) == 1:
         return None
@@ -321,7 +321,7 @@ def _compare_equations(truth: str, answer: str, same: Same) -> bool | None:
 
 
 def _maybe_equation(sides: list[list[str]], names: list[str]) -> bool | None:
-    """Return None for equations of several variables, which may be solved for another one."""
+    """Return None if equations with different names may be solved for different variables, or False otherwise."""
     if names[0] == names[1]:
         return False
     return None if all(re.search(r"[A-Za-z]", side[-1]) for side in sides) else False
@@ -333,7 +333,7 @@ def _equation_sides(text: str) -> list[str]:
 
 
 def _name(sides: list[str]) -> str:
-    """Return the name that gets a value, such as "x" of x=5 or of 5=x, or "" if there is none."""
+    """Return the name that an equation gives a value to, such as "x" in x=5 or in 5=x, or "" if there is none."""
     if len(sides) < 2:
         return ""
     for side in (0, -1):
@@ -348,7 +348,7 @@ def _name(sides: list[str]) -> str:
 
 
 def _compare_quantities(truth: str, answer: str, same: Same) -> bool | None:
-    """Compare numbers with units, of which one side may leave out its unit."""
+    """Compare numbers with units. One of them may leave out its unit."""
     if max(len(truth), len(answer)) > _MAX_QUANTITY:
         return None
     sums = [_sum_of_units(text) for text in (truth, answer)]
@@ -390,7 +390,7 @@ def _equal_units(first: str, first_unit: Unit, second: str, second_unit: Unit, s
 
 
 def _sum_of_units(text: str) -> Unit | None:
-    """Return the size of several quantities of one kind, such as 7 h 30 min, or None for any other text."""
+    """Return the sum of quantities of one kind, such as 7 h 30 min, as one unit, or None for any other text."""
     words, total, kind, position, count = without_text(text), Fraction(0), None, 0, 0
     while (part := _QUANTITY.match(words, position)) is not None:
         unit, number = read_unit(part[2]), read_number(part[1])

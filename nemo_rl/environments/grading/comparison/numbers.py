@@ -1,4 +1,4 @@
-"""Read numbers exactly, with their units, and compare them by the rule for decimals."""
+"""Read numbers exactly and with their units, and compare them exactly or by the rule for decimals (`equal_numbers`)."""
 
 import re
 from collections import Counter
@@ -8,13 +8,13 @@ from fractions import Fraction
 from nemo_rl.environments.grading.comparison.text import DOLLAR, MAX_DEPTH, closing, without_text
 
 MAX_DIGITS = 4000
-"""Digits of the longest number that is read; Python refuses to convert longer ones."""
+"""Largest number of digits of a number that is read. Python refuses to convert longer ones."""
 
 MIN_DECIMALS = 6
-"""Fewest decimals of a number that may stand for a more exact one."""
+"""Smallest number of decimals of a number that may be a rounded value of a more exact number."""
 
 _FLOAT_DIGITS = 15
-"""Significant digits of a number that a program has computed with floats."""
+"""Significant digits from which on a decimal may have been printed by a program that computes with floats."""
 
 _SHORT_DIGITS = 12
 
@@ -32,7 +32,7 @@ class Number:
     value: Fraction
     """Its exact value."""
     decimals: int | None = None
-    """Digits after the decimal point, counted at exponent 0; None if it is not written as a decimal."""
+    """Digits after the decimal point when the number is written without an exponent, or None if it is no decimal."""
     digits: int = 0
     """Significant digits of a decimal."""
 
@@ -41,7 +41,7 @@ def read_number(text: str, depth: int = 0) -> Number | None:
     """Read a number in the spelling of `text.clean`, or return None for another text or a number of huge size.
 
     Args:
-        depth: Brackets and fractions around it.
+        depth: Number of brackets and fractions around the number.
     """
     text = text.strip()
     negative = False
@@ -130,7 +130,7 @@ def _decimal(text: str) -> Number | None:
 
 
 def _period(after: str) -> str | None:
-    """Return the digits that repeat in a decimal with an ellipsis, such as 3 in 0.333..., or None if no digits do."""
+    """Return the digits that repeat in a decimal with an ellipsis, such as 3 in 0.333..., or None if none repeat."""
     for size in range(1, len(after) // 2 + 1):
         period = after[-size:]
         repeats = 3 if size == 1 else 2
@@ -142,10 +142,10 @@ def _period(after: str) -> str | None:
 def equal_numbers(truth: Number, answer: Number) -> bool:
     """Compare two numbers exactly, or by the rule for decimals.
 
-    A decimal with at least `MIN_DECIMALS` decimals and significant digits also equals an exact number of which it is
-    the rounded or the cut value, and a true decimal equals an answer with more digits in the same way. A decimal of
-    15 and more digits, as programs print floats, equals a number of at most 12 digits from which it differs by the
-    rounding of floats.
+    A decimal with at least `MIN_DECIMALS` decimals and significant digits also equals an exact number if it is the
+    rounded or cut value of that number. If the ground truth is such a decimal, an answer with more digits may take the
+    place of the exact number. A decimal of 15 or more digits (as programs print floats) equals a number of at most 12
+    digits if only the rounding of floats separates the two.
     """
     if truth.value == answer.value or _stands_for(truth, answer):
         return True
@@ -162,7 +162,7 @@ def _is_float_of(printed: Number, exact: Number) -> bool:
 
 
 def _stands_for(decimal: Number, exact: Number) -> bool:
-    """Return whether a decimal is the rounded or cut value of a number that is written more exactly."""
+    """Return whether a decimal is the rounded or cut value of a number that has more digits or is no decimal."""
     if exact.decimals is not None and decimal.decimals is not None and exact.decimals <= decimal.decimals:
         return False
     if exact.decimals is None and exact.value.denominator == 1:
@@ -171,7 +171,7 @@ def _stands_for(decimal: Number, exact: Number) -> bool:
 
 
 def is_close_decimal(decimal: Number, difference: Fraction) -> bool:
-    """Return whether a decimal may stand for an exact number at this distance."""
+    """Return whether a decimal may be the rounded or cut value of a number that differs from it by `difference`."""
     if decimal.decimals is None or decimal.decimals < MIN_DECIMALS or decimal.digits < MIN_DECIMALS:
         return False
     return difference < Fraction(1, 10**decimal.decimals)
@@ -182,22 +182,22 @@ PERCENT, DEGREE, RADIAN = "percent", "degree", "radian"
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit."""
+    """A unit of measurement, or a thing that is counted."""
 
     kind: tuple[tuple[str, int], ...]
-    """Its parts with their powers, for example (("length", 2),); units of one kind can be converted."""
+    """Basic units with their powers, such as (("length", 2),). Only units of the same kind can be converted."""
     factor: Fraction = Fraction(1)
-    """Size in the first unit of its kind."""
+    """Size of the unit in the first unit of its kind."""
     words: frozenset[str] = frozenset()
-    """Thing that is counted, such as "apple", in the singular."""
+    """Things that are counted, such as "apple", in the singular."""
 
     @property
     def name(self) -> str:
-        """Return the kind's name if it is a single one, such as "percent"."""
+        """Return the name of a kind that is one basic unit, such as "percent", or "" for any other kind."""
         return self.kind[0][0] if len(self.kind) == 1 and self.kind[0][1] == 1 else ""
 
     def is_like(self, other: "Unit") -> bool:
-        """Return whether both units have one kind, which one side may describe more closely."""
+        """Return whether both units have the same kind. The words of one unit may be a part of those of the other."""
         is_described = self.words <= other.words or other.words <= self.words
         return self.kind == other.kind and is_described and bool(self.words) is bool(other.words)
 
@@ -275,9 +275,9 @@ _SUFFIX_POWER = {"squared": 2, "cubed": 3}
 
 
 def split_unit(text: str) -> tuple[str, Unit | None]:
-    """Return the number's text and its unit, or the whole text and None if it has no unit.
+    """Split a quantity into the text of its number and its unit, or return the whole text and None if it has no unit.
 
-    The number's text is not checked to be a number.
+    The function does not check that the number's text is a number.
     """
     leading = _LEADING.fullmatch(text)
     if leading is not None:
@@ -302,7 +302,7 @@ def _in_brackets(text: str) -> tuple[str, Unit | None] | None:
 
 
 def _degrees(text: str) -> tuple[str, Unit | None] | None:
-    r"""Split `30^\circ`, `30^\circ C`, `30%` and a sign of a currency after the number."""
+    r"""Split a number from a sign of degrees (`30^\circ`, `30^\circ C`), percent or a currency after it."""
     before, mark, after = text.rpartition(r"^\circ")
     if mark and before.strip() and not _FUNCTION.search(before):
         letter = without_text(after).strip(" ().")
@@ -314,7 +314,7 @@ def _degrees(text: str) -> tuple[str, Unit | None] | None:
 
 
 def _text_command(text: str) -> tuple[str, Unit | None] | None:
-    r"""Split a number before `\text{...}`, which may have a power, or other units after it."""
+    r"""Split a number from the `\text{...}` after it, which may have a power or other units after it."""
     start = text.find(r"\text{")
     if start <= 0:
         return None
@@ -363,7 +363,7 @@ def read_unit(text: str) -> Unit | None:
 
 
 def _product(text: str, kinds: Counter[str], words: set[str], sign: int) -> Fraction | None:
-    """Add the powers of a product of units to `kinds` and return its factor, or None if it is no such product."""
+    """Add the powers of a product of units to `kinds` and return its factor, or None if the text is no such product."""
     factor, next_power = Fraction(1), 1
     last: tuple[str, Fraction] | None = None
     tokens = _HYPHEN.sub(" ", text).split()
@@ -395,7 +395,7 @@ def _product(text: str, kinds: Counter[str], words: set[str], sign: int) -> Frac
 
 
 def _joined_powers(tokens: list[str]) -> list[str]:
-    """Join powers with the unit before them, as in "cm ^2"."""
+    """Join each power with the unit before it, as in "cm ^2"."""
     joined: list[str] = []
     for token in tokens:
         if token.startswith("^") and joined:

@@ -1,7 +1,7 @@
 r"""Compare expressions, equations and sets of numbers with math-verify's parser and sympy.
 
-Invariant: numbers are compared with `_DIGITS` digits relative to their size, and expressions with variables at several
-points as well as by math-verify, so that small differences count.
+Invariant: small differences count. Numbers are compared with `_DIGITS` digits relative to their size, and expressions
+with variables by their values at several points, or by math-verify where they have no values.
 """
 
 import logging
@@ -20,7 +20,7 @@ from nemo_rl.environments.grading.comparison.text import DOLLAR
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 MAX_CHARS = 800
-"""Longest text that is parsed."""
+"""Length in characters of the longest text that is parsed."""
 
 _HUGE_DIGITS = 10_000
 _MAX_DEPTH = 12
@@ -44,7 +44,7 @@ _COMPARING = (ArithmeticError, AttributeError, TypeError, ValueError, NotImpleme
 
 
 class NotComparableError(ValueError):
-    """An answer that was read as mathematics cannot be compared."""
+    """Raised for an answer that was read as mathematics but cannot be compared."""
 
 
 @lru_cache(maxsize=64)
@@ -99,7 +99,7 @@ def equal_expressions(truth: Any, answer: Any) -> bool:
 
 
 def _is_same_kind(truth: Any, answer: Any) -> bool:
-    """Return whether neither is a plain value and the other a relation or a set."""
+    """Return whether the answers can be equal: a plain value never equals a relation or a set."""
     return not (isinstance(truth, sympy.Expr) or isinstance(answer, sympy.Expr)) or isinstance(
         truth, sympy.MatrixBase | sympy.MatrixExpr
     )
@@ -139,7 +139,7 @@ def _equal_values(truth: sympy.Expr, answer: sympy.Expr) -> bool:
 
 
 def _equal_complex(truth: sympy.Expr, answer: sympy.Expr) -> bool:
-    """Compare two values without variables, with an error that is relative to their size."""
+    """Compare two values without variables, with a tolerance relative to their size."""
     if not (_is_huge(truth) or _is_huge(answer)):
         truth, answer = truth.doit(), answer.doit()
     if truth.is_Rational and answer.is_Rational:
@@ -156,7 +156,7 @@ def _equal_complex(truth: sympy.Expr, answer: sympy.Expr) -> bool:
 
 
 def _is_huge(expression: sympy.Expr) -> bool:
-    """Return whether a power or a factorial has too many digits to be written out."""
+    """Return whether the expression has a power or a factorial with too many digits to be written out."""
     for power in expression.atoms(sympy.Pow):
         base, exponent = power.args
         if base.is_Rational and exponent.is_number:
@@ -170,7 +170,7 @@ _UNBOUNDED = (sympy.oo, -sympy.oo, sympy.zoo, sympy.nan)
 
 
 def _equal_with_symbols(truth: sympy.Expr, answer: sympy.Expr, symbols: list[Any]) -> bool:
-    """Compare expressions at several points, or let math-verify decide where they cannot be evaluated."""
+    """Compare the values of two expressions at several points, or let math-verify decide if they have none there."""
     decided = 0
     for number, point in enumerate(_POINTS):
         values = {
@@ -192,7 +192,7 @@ _FLIPPED = {sympy.StrictLessThan: sympy.StrictGreaterThan, sympy.LessThan: sympy
 
 
 def _equal_relations(truth: Relational, answer: Relational) -> bool:
-    """Compare equations up to a constant factor, and inequalities up to a positive one."""
+    """Compare two relations, where equations may differ by a constant factor and inequalities by a positive one."""
     (first, first_kind), (second, second_kind) = _one_sided(truth), _one_sided(answer)
     if first_kind is not second_kind:
         return False
@@ -211,7 +211,7 @@ def _equal_relations(truth: Relational, answer: Relational) -> bool:
 
 
 def _one_sided(relation: Relational) -> tuple[sympy.Expr, type]:
-    """Write a relation as "difference > 0", or with another sign."""
+    """Rewrite a relation with 0 on its right side, and return its left side and the class of its sign."""
     kind = type(relation)
     left, right = relation.lhs, relation.rhs
     if kind in _FLIPPED:

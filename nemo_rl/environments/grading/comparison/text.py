@@ -1,4 +1,4 @@
-r"""Write LaTeX and plain answers in one spelling, and split them where no bracket is open.
+r"""Rewrite LaTeX and plain answers in one common spelling, and split answers where no bracket is open.
 
 Invariant: `clean` changes the spelling of an answer, never its value, and every pattern here takes linear time.
 """
@@ -108,7 +108,7 @@ _NAMES = {
     }.items()
 }
 MAX_DEPTH = 10
-"""Brackets around each other that are removed."""
+"""Largest number of nested brackets that are removed from around an answer."""
 
 _OPENING, _CLOSING = "([{", ")]}"
 
@@ -203,7 +203,7 @@ def _matching(text: str) -> dict[int, int]:
 
 
 def closing(text: str, opened: int) -> int | None:
-    """Return the position of the bracket that closes the one at `opened`, of the same kind or any other."""
+    """Return the position of the bracket that closes the one at `opened`, or None. Its kind does not matter."""
     depth = 0
     for position in range(opened, len(text)):
         char = text[position]
@@ -217,7 +217,7 @@ def closing(text: str, opened: int) -> int | None:
 
 
 def split_top(text: str, separators: str) -> list[str]:
-    """Split where no bracket and no LaTeX environment is open, and strip the parts."""
+    """Split a text at separators that are outside of all brackets and LaTeX environments, and strip the parts."""
     parts, depth, start = [], 0, 0
     for position, char in enumerate(text):
         if char in _OPENING:
@@ -231,12 +231,12 @@ def split_top(text: str, separators: str) -> list[str]:
 
 
 def with_commas(text: str) -> str:
-    """Write "and" and "or" between parts as commas."""
+    """Replace "and" and "or" between parts by commas."""
     return _AND.sub(", ", text)
 
 
 def without_text(text: str) -> str:
-    r"""Write `\text{...}` without its command, as plain words between spaces."""
+    r"""Replace each `\text{...}` by its content, as plain words between spaces."""
     pieces, position = [], 0
     for start in _starts(text, r"\text{"):
         if start < position:
@@ -260,5 +260,5 @@ _LOOSE_SPACE = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
 
 
 def squeezed(text: str) -> str:
-    """Remove spaces, except between two digits, where they tell `1 1/2` from `11/2`."""
+    """Remove spaces, except between two digits, because `1 1/2` is not `11/2`."""
     return _LOOSE_SPACE.sub("", text)

@@ -1,6 +1,6 @@
-r"""Compare answers that are words, letters of choices, times, ratios and numbers of other bases.
+r"""Compare answers that are words, letters of choices, times, ratios, or numbers in other bases.
 
-Each function of this module returns None if it does not apply to a truth and an answer. Invariant: letters keep their
+Each comparison returns None if its rule does not apply to the truth and the answer. Invariant: letters keep their
 order, so that no word is read as a product of variables.
 """
 
@@ -13,7 +13,7 @@ from nemo_rl.environments.grading.comparison.numbers import read_number
 from nemo_rl.environments.grading.comparison.text import closing, split_top, without_text
 
 Same = Callable[[str, str], bool]
-"""Compares two parts of answers."""
+"""Function that compares two parts of answers."""
 
 _WORD_CHARACTERS = re.compile(r"[^\W\d_](?:[^\W_]|[ '\-.,&])*")
 _CHOICE_AND_TEXT = re.compile(r"(?:\(\s?([A-J])\s?\)|([A-J])\s?[).:])\s{0,3}\S.{0,300}", re.DOTALL)
@@ -46,7 +46,7 @@ _BASED = re.compile(
 
 
 def compare_words(truth: str, answer: str, same: Same) -> bool | None:
-    """Compare as texts if the truth is a word, or return None if it may be mathematics too."""
+    """Compare two answers as texts if the truth is a word, or return None if the truth may also be mathematics."""
     lettered = [_CHOICE_AND_TEXT.fullmatch(without_text(text)) for text in (truth, answer)]
     if any(lettered):
         letters = [
@@ -76,7 +76,7 @@ def compare_words(truth: str, answer: str, same: Same) -> bool | None:
 
 
 def plain_words(text: str) -> str | None:
-    """Return an answer that has only letters, without commands and brackets, or None if it has other signs."""
+    """Return an answer of letters only, without commands and brackets, or None if it has other characters."""
     words = without_text(text)
     if words.startswith("(") and closing(words, 0) == len(words) - 1:
         words = words[1:-1].strip()
@@ -85,7 +85,7 @@ def plain_words(text: str) -> str | None:
 
 
 def _form(words: str) -> str:
-    """Return words for a comparison, without case and spaces, except for a single small letter."""
+    """Return words for a comparison, without case and spaces. A single letter keeps its case unless it is a choice."""
     text = " ".join(words.replace(".", " ").split())
     letters = text.replace(" ", "")
     if len(letters) == 1:
@@ -94,7 +94,7 @@ def _form(words: str) -> str:
 
 
 def _may_be_product(words: str) -> bool:
-    """Return whether letters may be variables: one small letter, or up to three."""
+    """Return whether the text has at most three small letters, which may be variables."""
     letters = words.replace(" ", "").replace(",", "")
     return letters.isascii() and letters.isalpha() and letters.islower() and len(letters) <= 3
 
@@ -110,7 +110,7 @@ class _Time:
     """A time of day."""
 
     seconds: int
-    """Seconds since midnight; of the half of the day that is written, if one is."""
+    """Seconds since midnight. If neither a.m. nor p.m. is written, the time is taken as one on a 24-hour clock."""
     has_half: bool
     """Whether a.m. or p.m. is written."""
     is_certain: bool
@@ -118,7 +118,7 @@ class _Time:
 
 
 def compare_times(truth: str, answer: str, same: Same) -> bool | None:
-    """Compare times of day, or return None if one of them may be something else."""
+    """Compare times of day, or return None if one of the texts may be something else."""
     first, second = _time(truth), _time(answer)
     if first is None or second is None:
         known = first or second
@@ -166,7 +166,7 @@ def _ratio(text: str) -> list[Fraction] | None:
 
 
 def compare_bases(truth: str, answer: str, same: Same) -> bool | None:
-    """Compare numbers with a base, such as 101_2: digits and base count."""
+    """Compare numbers that are written with a base, such as 101_2. Both the digits and the base must be equal."""
     first, second = _based(truth), _based(answer)
     if first is None and second is None:
         return None

@@ -1,5 +1,6 @@
-"""Programs that run inside of the sandbox: files of source code, which the library reads and never imports.
+"""Programs that run inside the sandbox. The library reads these files as source code, and never imports them.
 
-`solution` and `checks` grade a solution: each has a `peer`, the requests are in `offers`, the containers in common in
-`heap`, and the counts in `counting`. `session` runs blocks of code. `values` are what programs exchange.
+`solution` and `checks` are the two programs that grade a solution. Each has a `peer`, which sends the requests of
+`offers` and shares the containers of `heap`; `counting` counts the checks. `session` runs blocks of code. `values`
+encodes the values that programs exchange.
 """

@@ -1,8 +1,9 @@
-"""Run the tests of a solution that lives in another program.
+"""Run the tests of a solution that runs in another program.
 
-Started as `main.py INCOMING OUTGOING VERDICT` next to `tests.json`. Names that neither the tests nor Python define are
-those of the solution. After every check the counts are written into the file VERDICT, which the solution's program does
-not have. Invariant: the solution's program reaches nothing here but what a test gives to it.
+The program is started as `main.py INCOMING OUTGOING VERDICT` in a folder with `tests.json`. Names that neither the
+tests nor Python define are looked up in the solution. After each check, the program writes its counts into the file
+VERDICT, to which the solution's program has no access. Invariant: the solution's program can reach only the objects of
+this program that a test gives to it.
 """
 
 import ast
@@ -32,7 +33,7 @@ _ORDERED = {"__eq__", "__lt__", "__le__", "__gt__", "__ge__", "__contains__"}
 
 
 class Solution(Peer):
-    """The other program."""
+    """The solution's program, as seen from the tests."""
 
     def __init__(self, channel: Channel) -> None:
         super().__init__(channel, 0)
@@ -42,8 +43,9 @@ class Solution(Peer):
     def special(self, name: str, remote: Remote, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Return the result of a special method of the solution's object.
 
-        What a solution's object says about itself counts; what it says about plain data, such as that it is equal to
-        9, does not. An object that says the same about a random text says nothing.
+        A result counts if the object compares or combines itself with another object of the solution. A result with
+        plain data, such as that the object equals 9, does not count. A comparison that also holds with a random text
+        does not count either.
         """
         other = arguments[0] if arguments else None
         base = object.__getattribute__(remote, "_remote_base")
@@ -72,7 +74,7 @@ class Solution(Peer):
             return False
 
     def permit(self, do: str, target: Any, arguments: tuple[Any, ...]) -> None:
-        """Refuse what could read or change more than a test has given."""
+        """Refuse a request that could read or change more than a test has given to the solution."""
         if do not in _ALLOWED or isinstance(target, str | bytes):
             raise AttributeError(f"tests do not offer {do}")
         is_code = isinstance(target, types.FunctionType | types.BuiltinFunctionType | types.MethodType | type)
@@ -93,7 +95,7 @@ class Solution(Peer):
             raise TypeError("tests cannot pass a test case to a solution")
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Answer a request of the solution about an object that a test has given to it."""
+        """Answer a request of the solution about an object that a test has given to the solution."""
         target = request.get("target")
         while isinstance(target, dict) and target.get("type") == "attribute":
             target = target["value"][0]
@@ -102,7 +104,7 @@ class Solution(Peer):
         return super().answer(request)
 
     def print(self, text: str) -> None:
-        """Print the solution's output, which a test may have redirected."""
+        """Write the solution's output to standard output, which a test may have redirected."""
         sys.stdout.write(text)
 
     def _receive(self) -> dict[str, Any]:
@@ -115,16 +117,16 @@ class Solution(Peer):
         return message
 
     def _end(self) -> NoReturn:
-        """End the tests before their end: nothing that follows can pass without a solution."""
+        """Exit before the end of the tests, because no later test can pass without the solution."""
         os._exit(0)
 
 
 class Names(dict[str, Any]):
-    """The names of the tests, which fall back to the names of the solution.
+    """The global names of the tests. Names that the tests do not define are looked up in the solution.
 
     Args:
-        solution: Has them.
-        modules: Modules of Python's that tests use without an import.
+        solution: Program that defines the other names.
+        modules: Modules of the standard library that tests use without an import.
     """
 
     def __init__(self, solution: Solution, modules: set[str]) -> None:
@@ -134,7 +136,7 @@ class Names(dict[str, Any]):
         self._kept: dict[str, Any] = {}
 
     def __missing__(self, name: str) -> Any:
-        """Return the present value of a name in the solution, and remember functions and classes."""
+        """Return the current value of a name in the solution. A function or class is remembered."""
         if name in self._kept:
             return self._kept[name]
         if hasattr(builtins, name):
@@ -156,7 +158,7 @@ class Names(dict[str, Any]):
 
 
 def as_float(value: Any) -> float:
-    """Return `float(value)`, of an object of the solution too, which no other function converts."""
+    """Return `float(value)`, also for an object of the solution, which the built-in `float` cannot convert."""
     if not isinstance(value, Remote):
         return float(value)
     if object.__getattribute__(value, "_remote_tainted"):
@@ -169,15 +171,15 @@ class TestsRun:
 
     Args:
         names: The names of the tests.
-        counts: Get the results.
-        trees: The trees of all tests and of their setup.
+        counts: Receives the results.
+        trees: Syntax trees of all tests and of their setup.
     """
 
     def __init__(self, names: Names, counts: Counts, trees: list[ast.Module]) -> None:
         self._names, self._counts, self._trees = names, counts, trees
 
     def all(self, tree: ast.Module, to_call: list[Any], can_fail: bool) -> None:
-        """Run the code of a test, then the functions and classes of tests that it defines."""
+        """Run the code of a test, and then the test functions and test classes that this code defines."""
         self._one(lambda: exec(compile(tree, "tests.py", "exec"), self._names), tree, can_fail)
         for node in tree.body:
             if isinstance(node, ast.ClassDef):
@@ -199,7 +201,7 @@ class TestsRun:
                     self._one(lambda name=method.name: _run_method(kind, name), method, True)
 
     def _one(self, run: Any, node: Any, can_fail: bool) -> None:
-        """Run a piece of the tests, which is itself a check if it has no asserts."""
+        """Run a part of the tests, which counts as one check if it has no asserts."""
         counts = self._counts
         seen, failed = counts.seen, counts.num_failed
         try:
@@ -233,7 +235,7 @@ def _run_method(kind: type[Any], name: str) -> None:
 
 
 def modules_without_import(trees: list[ast.Module]) -> set[str]:
-    """Return modules that tests use without an import: only their attributes are read, and all of these exist."""
+    """Return the modules of which tests read existing attributes, and nothing else, without an import."""
     found, called = set(), called_names(trees)
     for name, attributes in attributes_of_names(trees).items():
         if name in sys.stdlib_module_names and name not in called and name not in ("this", "antigravity", "idlelib"):
@@ -247,7 +249,7 @@ def modules_without_import(trees: list[ast.Module]) -> set[str]:
 
 
 def prepared(code: str) -> None:
-    """Let `unittest.main` do nothing, because the classes of tests run without it."""
+    """Replace `unittest.main` by a function that does nothing, because test classes run without it."""
     if "unittest" in code:
         unittest: Any = importlib.import_module("unittest")
         unittest.main = lambda *arguments, **keywords: None

@@ -1,4 +1,4 @@
-"""Count checks: rewrite tests so that each assert reports what came of it, and write the counts down.
+"""Rewrite tests so that each assert counts as a passed or failed check, and write the counts to a file.
 
 assert                  passed if it ran and held each time; its failure does not end the test,
 unless the test itself may catch it (`try`, `with`)
@@ -20,11 +20,11 @@ _TRANSPARENT = (*_LOOPS, ast.With, ast.AsyncWith, ast.Try)
 
 
 class Counts:
-    """Checks by number, written down after each change.
+    """The passed and failed checks. The counts are written to the file of the verdict after each change.
 
     Args:
-        verdict: Descriptor of the file.
-        num_known: Asserts of the tests, of which some may not have to run.
+        verdict: Descriptor of the file of the verdict.
+        num_known: Number of asserts in the tests, some of which may never run.
     """
 
     def __init__(self, verdict: int, num_known: int) -> None:
@@ -53,7 +53,7 @@ class Counts:
             self._write(False)
 
     def fail(self, number: int) -> bool:
-        """Note that an assert failed, and return True if its exception has to go on to the test."""
+        """Note that an assert failed, and return True if its exception must be raised further in the test."""
         if self.guards:
             return True
         self._passed.discard(number)
@@ -62,11 +62,11 @@ class Counts:
         return False
 
     def fail_always(self) -> None:
-        """Note that an assert ran which no solution can pass."""
+        """Note that an assert ran that always fails."""
         self.add(False)
 
     def reach(self, *numbers: int) -> None:
-        """Note that the loop of some asserts begins."""
+        """Note that the loop around some asserts begins."""
         self._reached.update(numbers)
 
     def has_reached(self, numbers: set[int]) -> bool:
@@ -74,20 +74,20 @@ class Counts:
         return not self._reached.isdisjoint(numbers)
 
     def add(self, passed: bool) -> None:
-        """Count a test that has no asserts, or an exception outside of one."""
+        """Count a test without asserts, or an exception outside of an assert, as one check."""
         self._tests_passed += passed
         self._tests_failed += not passed
         self._write(False)
 
     def fail_rest(self, numbers: set[int]) -> int:
-        """Note that asserts will not run, and return how many of them have failed for this reason."""
+        """Count the asserts that have no result yet as failed, and return their number."""
         rest = numbers - self._passed - self._failed
         self._failed |= rest
         self._write(False)
         return len(rest)
 
     def finish(self) -> None:
-        """Write the final counts."""
+        """Write the final counts. Asserts in loops that began without running them have failed."""
         self._failed |= self._reached - self._passed
         self._write(True)
 
@@ -104,19 +104,15 @@ class Counts:
 
 
 class Counted(ast.NodeTransformer):
-    """Turns asserts into checks.
-
-    Attributes:
-        asserts: Number of each assert that may hold, by the original node.
-    """
+    """Rewrites asserts, so that each reports its result to `Counts`."""
 
     def __init__(self) -> None:
         self.number = 0
-        """Asserts so far."""
+        """Number of asserts so far."""
         self._numbers: dict[int, int] = {}
 
     def tree(self, code: str) -> ast.Module:
-        """Return the tree of tests whose asserts are counted, in which each statement knows its asserts."""
+        """Return the syntax tree of tests with rewritten asserts. Each function, class and module knows its asserts."""
         tree = parse(code)
         for node in ast.walk(tree):
             if isinstance(node, ast.Assert) and not is_constant(node.test):
@@ -129,7 +125,7 @@ class Counted(ast.NodeTransformer):
         return ast.fix_missing_locations(changed)
 
     def visit_Assert(self, node: ast.Assert) -> Any:
-        """Count an assert."""
+        """Rewrite an assert, so that its result is counted."""
         number = self._numbers.get(id(node))
         self.generic_visit(node)
         if number is None:
@@ -145,7 +141,7 @@ class Counted(ast.NodeTransformer):
         return counted
 
     def visit_For(self, node: ast.For) -> Any:
-        """Note the asserts of a loop before it begins."""
+        """Add a statement before a loop that reports the asserts in it."""
         return self._loop(node)
 
     def visit_While(self, node: ast.While) -> Any:
@@ -157,7 +153,7 @@ class Counted(ast.NodeTransformer):
         return self._loop(node)
 
     def visit_Try(self, node: ast.Try) -> Any:
-        """Let exceptions of asserts arrive at the handlers of the test."""
+        """Let the exceptions of asserts reach the exception handlers of the test."""
         self.generic_visit(node)
         if node.handlers:
             node.body = self._guarded(node.body)
@@ -167,13 +163,13 @@ class Counted(ast.NodeTransformer):
         return node
 
     def visit_With(self, node: ast.With) -> Any:
-        """Let exceptions of asserts arrive at the context managers of the test."""
+        """Let the exceptions of asserts reach the context managers of the test."""
         self.generic_visit(node)
         node.body = self._guarded(node.body)
         return node
 
     def visit_Call(self, node: ast.Call) -> Any:
-        """Let `float` convert objects of a solution, and `StopIteration` mean the solution's too."""
+        """Let `float` convert objects of a solution too, and let `StopIteration` match the solution's errors too."""
         self.generic_visit(node)
         if isinstance(node.func, ast.Name) and node.func.id == "float" and len(node.args) == 1 and not node.keywords:
             node.func = ast.Name("__float__", ast.Load())
@@ -181,14 +177,14 @@ class Counted(ast.NodeTransformer):
         return node
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
-        """Take what tests import from the solution, whose names they have already."""
+        """Replace imports from the solution by assignments, because the names of the solution exist already."""
         if node.module != "solution" or node.level:
             return node
         pairs = [(one.asname, one.name) for one in node.names if one.asname and one.name != "*"]
         return [ast.Assign([ast.Name(to, ast.Store())], ast.Name(name, ast.Load())) for to, name in pairs] or ast.Pass()
 
     def visit_Import(self, node: ast.Import) -> Any:
-        """Give tests the solution as a module."""
+        """Replace an import of the solution by an assignment of an object that stands for the solution's module."""
         own = [one for one in node.names if one.name == "solution"]
         node.names = [one for one in node.names if one.name != "solution"]
         given: list[ast.stmt] = [node] if node.names else []
@@ -214,7 +210,7 @@ class Counted(ast.NodeTransformer):
 
 
 class _Stops(ast.NodeTransformer):
-    """Turns `StopIteration` into a tuple of it and of the error that stands for the solution's."""
+    """Replaces `StopIteration` by a tuple with the error that stands for a `StopIteration` of the solution."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         if node.id != "StopIteration":
@@ -228,7 +224,7 @@ class _Stops(ast.NodeTransformer):
 
 
 def _directly(loop: ast.AST) -> list[ast.AST]:
-    """Return the asserts of a loop that run in each round, including asserts of loops in it."""
+    """Return the asserts that run in each round of a loop, including asserts in inner loops."""
     found: list[ast.AST] = []
     stack: list[ast.AST] = list(getattr(loop, "body", []))
     while stack:

@@ -1,9 +1,9 @@
-"""Lists, dicts and sets that two programs have in common.
+"""Share lists, dicts and sets between two programs.
 
-Each container that crosses gets a number. A message carries the content of all those that have changed since the last
-one, so an argument that a call changes in place, and a result that a test changes, have changed on both sides; two
-names of one container stay two names of one container. Invariant: a program changes no container of the other one that
-has not crossed.
+Each container that one program sends to the other gets a number. A message carries the content of all numbered
+containers that have changed since the last message. In this way, both programs see the change if a call changes an
+argument in place or a test changes a result, and two names of one container remain names of one container. Invariant: a
+program can change only those containers of the other program that were sent to it.
 """
 
 import sys
@@ -14,15 +14,15 @@ from typing import Any
 
 from values import Refer, encode
 
-_MOST = 20_000  # containers in common; further ones are copied
+_MOST = 20_000  # containers that are shared; further ones are copied
 _FACTORIES = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str)}
 
 
 class Heap:
-    """The containers that one of the two programs knows.
+    """The shared containers, as one of the two programs knows them.
 
     Args:
-        first: 0 or 1; the numbers that this program gives are even or odd.
+        first: 0 or 1, so that this program gives even or odd numbers to containers.
     """
 
     def __init__(self, first: int) -> None:
@@ -33,7 +33,7 @@ class Heap:
         self._added: list[int] = []
 
     def share(self, value: Any) -> dict[str, Any] | None:
-        """Return the data that stands for a container, or None if it has to be copied."""
+        """Return the JSON data that stands for a container, or None if the container has to be copied."""
         number = self._numbers.get(id(value))
         if number is None:
             if len(self._objects) >= _MOST:
@@ -45,7 +45,7 @@ class Heap:
     def changes(self, refer: Refer) -> list[Any]:
         """Return the content of all containers that are new or have changed since the last message."""
         changed, self._added = [], list(self._objects)
-        while self._added:  # content may hold further containers
+        while self._added:  # the content of a container may hold further containers
             number = self._added.pop()
             content = _content(self._objects[number])
             if not _is_same(content, self._contents.get(number)):
@@ -55,10 +55,10 @@ class Heap:
         return changed
 
     def apply(self, changed: list[Any], read: Callable[[Any], Any]) -> None:
-        """Take over the content that the other program sent.
+        """Update the containers with the content that the other program sent.
 
         Raises:
-            ValueError: It is no content of a container.
+            ValueError: `changed` is no content of containers.
         """
         for number, kind, _ in changed:
             if number not in self._objects:
@@ -70,18 +70,18 @@ class Heap:
             self._contents[number] = _content(self._objects[number])
 
     def resolve(self, number: int) -> Any:
-        """Return a container."""
+        """Return the container with a number."""
         return self._objects[number]
 
     def forget_unused(self) -> list[int]:
-        """Forget the containers that only this object still holds, and return their numbers."""
-        # Two references: the table's, and the argument of getrefcount.
+        """Forget the containers to which only this object still refers, and return their numbers."""
+        # Two references remain: that of the table, and the argument of getrefcount.
         unused = [number for number in self._objects if sys.getrefcount(self._objects[number]) == 2]
         self.forget(unused)
         return unused
 
     def forget(self, numbers: list[int]) -> None:
-        """Forget containers, so that they get new numbers if they cross again."""
+        """Forget containers, so that they get new numbers if they are sent again."""
         for number in numbers:
             if number in self._objects:
                 del self._numbers[id(self._objects.pop(number))]

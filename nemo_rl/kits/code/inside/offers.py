@@ -1,4 +1,4 @@
-"""Requests that one program may make about the objects of the other one."""
+"""The requests that one program may make about objects of the other program."""
 
 import builtins
 import copy
@@ -50,7 +50,7 @@ SPECIAL: dict[str, Callable[..., Any]] = {
     "__enter__": lambda target: type(target).__enter__(target),
     "__exit__": lambda target, *error: type(target).__exit__(target, *error),
 }
-"""Special methods that a `Remote` has if the type of its object has them."""
+"""Functions of the special methods that a `Remote` has if the type of its object has them."""
 
 
 def _run(coroutine: Any) -> Any:
@@ -60,7 +60,7 @@ def _run(coroutine: Any) -> Any:
 
 
 def _batch(iterator: Iterator[Any], most: int) -> tuple[list[Any], bool]:
-    """Return the next items and whether they are the last, and keep an error after the first item for the next call."""
+    """Return up to `most` next items of an iterator, and whether the iterator has ended."""
     items: list[Any] = []
     for _ in range(most):
         try:

@@ -1,11 +1,11 @@
-"""Let two programs use objects of each other through two pipes.
+"""Let each of two programs use objects of the other one through two pipes.
 
-Plain data crosses as it is, containers stay in common (`heap`), and everything else stays in its program: the other one
-holds a `Remote`, whose attributes, calls and special methods are requests. A request may cause requests in the other
-direction, such as the call of a function that was an argument.
+Plain data is copied to the other program, and containers are shared (`heap`). Any other object stays in its own
+program. The other program holds a `Remote`, which turns each access to an attribute, call and special method into a
+request. A request may cause requests in the other direction, such as the call of a function that was an argument.
 
-Invariant: no code of one program runs in the other; an object is what its own program says, and so it is never equal to
-plain data.
+Invariant: no code of one program runs in the other, and an object of the other program is never equal to plain data
+just because that program says that it is.
 """
 
 import builtins
@@ -17,16 +17,16 @@ from heap import Heap
 from offers import BASES, REQUESTS, SPECIAL
 from values import ITERATORS, Channel, decode, encode, iterator_data
 
-_MOST_ITEMS = 1000  # of an iterator in one message
+_MOST_ITEMS = 1000  # items of an iterator in one message
 _TEXT = 1000
 
 
 class StopError(RuntimeError):
-    """A program raised `StopIteration`, which would silently end a loop of the other one."""
+    """Raised for a `StopIteration` of the other program, which would silently end a loop of this one."""
 
 
 class Name:
-    """A name of the other program, as the target of a request."""
+    """A name in the other program, which can be the target of a request."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -78,7 +78,7 @@ class Remote:
 
 
 def ask_of(remote: Remote, do: str, *arguments: Any, **keywords: Any) -> Any:
-    """Ask the program of an object."""
+    """Send a request to the program to which the object belongs."""
     peer: Peer = object.__getattribute__(remote, "_remote_peer")
     return peer.ask(do, remote, *arguments, **keywords)
 
@@ -106,7 +106,7 @@ def _new(kind: type[Remote], peer: "Peer", reference: dict[str, Any], base: str 
 
 
 def tainted(remote: Remote) -> Remote:
-    """Return the same object of the other program, marked as computed with plain data."""
+    """Return a copy of the reference to an object, with a mark that the object was computed with plain data."""
     fields = (object.__getattribute__(remote, f"_remote_{name}") for name in ("peer", "reference", "base"))
     made = _new(type(remote), *fields)
     object.__setattr__(made, "_remote_tainted", True)
@@ -114,17 +114,17 @@ def tainted(remote: Remote) -> Remote:
 
 
 class Peer:
-    """This program's end of the pipes.
+    """One program's end of the pipes.
 
     Args:
-        first: 0 or 1, another number in each program.
+        first: 0 in one program, and 1 in the other.
     """
 
     def __init__(self, channel: Channel, first: int) -> None:
         self.channel = channel
         self.heap = Heap(first)
         self._first = first
-        self._objects: dict[int, Any] = {}  # this program's own, by number
+        self._objects: dict[int, Any] = {}  # objects of this program by number
         self._numbers: dict[int, int] = {}
         self._described: set[int] = set()
         self._remotes: dict[int, Any] = {}
@@ -162,7 +162,7 @@ class Peer:
             self.permit(request["do"], target, arguments)
             result = self.do(request["do"], target, arguments, keywords)
             return {"result": self._encode(result)}
-        except BaseException as error:  # also an exit, which ends nothing here
+        except BaseException as error:  # also an exit, which must not end this program
             return self._error(error)
 
     def do(self, name: str, target: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -170,14 +170,14 @@ class Peer:
         return REQUESTS[name](target, *arguments, **keywords)
 
     def permit(self, do: str, target: Any, arguments: tuple[Any, ...]) -> None:
-        """Refuse requests of the other program, by an exception."""
+        """Refuse a request of the other program by raising an exception. The base class refuses none."""
 
     def permit_reference(self, value: Any) -> None:
-        """Refuse to let the other program use an object, by an exception."""
+        """Refuse to let the other program use an object by raising an exception. The base class refuses none."""
 
     def special(self, name: str, remote: Remote, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Return the result of a special method of the other program's object."""
-        if name == "__exit__":  # a traceback stays in its program
+        """Return the result of a special method of an object of the other program."""
+        if name == "__exit__":  # a traceback stays in the program that raised it
             arguments = (*arguments[:2], None)
         try:
             return self.ask(name, remote, *arguments, **keywords)
@@ -191,11 +191,11 @@ class Peer:
         raise NameError(f"name {name!r} is not defined")
 
     def printed(self) -> str:
-        """Return the output of this program since the last message."""
+        """Return the output of this program since the last message. The base class has no output."""
         return ""
 
     def print(self, text: str) -> None:
-        """Take over the output of the other program."""
+        """Print the output of the other program. The base class drops it."""
 
     def _send(self, message: dict[str, Any]) -> None:
         if changed := self.heap.changes(self._refer):
@@ -252,7 +252,7 @@ class Peer:
         return {"type": "theirs", "value": number, "about": self._about(number, value, kind)}
 
     def _about(self, number: int, value: Any, kind: str) -> list[Any] | None:
-        """Return name, kind, special methods, plain base and hash of an object, once."""
+        """Return name, kind, special methods, plain base and hash of an object, or None after the first call for it."""
         if number in self._described:
             return None
         self._described.add(number)
@@ -284,7 +284,7 @@ class Peer:
             return self._method_of(self._decode(value[0]), value[1])
         if kind == "name":
             return self.resolve_name(value)
-        if kind == "builtin function" and self._first == 1:  # a test may give `eval` to a solution, never the reverse
+        if kind == "builtin function" and self._first == 1:  # a test may pass `eval` to a solution, but not the reverse
             return getattr(builtins, value)
         if kind == "error class":
             return self._error_class(value)
@@ -314,12 +314,12 @@ class Peer:
         return found
 
     def _attribute(self, owner: Any, name: str) -> Any:
-        """Return an attribute of an object of this program, if the other one may have it."""
+        """Return an attribute of an object of this program if the other program may read it."""
         self.permit("get", owner, (name,))
         return getattr(owner, name)
 
     def _method_of(self, owner: Any, name: str) -> Any:
-        """Return the object that stands for a method of an object of the other program."""
+        """Return a method of an object, or a stand-in for the method if the object is of the other program."""
         if not isinstance(owner, Remote):
             return self._attribute(owner, name)
         place = [object.__getattribute__(owner, "_remote_reference"), name]
@@ -341,7 +341,7 @@ class Peer:
         return answer
 
     def _lineage(self, kind: type[BaseException]) -> list[list[Any]]:
-        """Return the classes of an exception, each with its number if it is not one of Python's own."""
+        """Return the name of each base class of an exception, with its number or, for a class of Python's own, None."""
         lineage: list[list[Any]] = []
         for one in kind.__mro__:
             if getattr(builtins, one.__name__, None) is one:
@@ -354,7 +354,7 @@ class Peer:
         return lineage
 
     def _error_class(self, lineage: list[list[Any]]) -> type[BaseException]:
-        """Return a class of this program that stands for one of the other program, or Python's own one."""
+        """Return the class that stands for an exception class of the other program. Python's own classes are kept."""
         name, number = lineage[0]
         if number is None:
             kind = getattr(builtins, name)
@@ -377,7 +377,7 @@ class Peer:
             error.args = tuple(arguments)
             if kind.__module__ == "builtins":
                 error.__init__(*arguments)  # type: ignore[misc]
-        except TypeError:  # such as UnicodeDecodeError, which takes five arguments
+        except TypeError:  # for example UnicodeDecodeError, which takes five arguments
             error = ValueError(text) if issubclass(kind, ValueError) else RuntimeError(text)
         if answer["object"] is not None and isinstance(error, _ErrorOfOther):
             error.remote_object, error._remote_text = self._decode(answer["object"]), text
@@ -388,7 +388,7 @@ class Peer:
 
 
 class _ErrorOfOther:
-    """Members of the classes that stand for exceptions of the other program."""
+    """Base class of the exceptions that stand for exceptions of the other program."""
 
     remote_object: Any = None
     _remote_text: str | None = None
@@ -414,7 +414,7 @@ def _itself(remote: Remote) -> Remote:
 
 
 def _items(remote: Remote) -> Iterator[Any]:
-    """Yield the items of an iterator of the other program, more of them in each message."""
+    """Yield the items of an iterator of the other program. The number of items for each message doubles each time."""
     most, finished = 1, False
     while not finished:
         items, finished = ask_of(remote, "batch", most)
@@ -423,12 +423,12 @@ def _items(remote: Remote) -> Iterator[Any]:
 
 
 def _generator(remote: Remote) -> Iterator[Any]:
-    """Stand for a generator of the other program, to which values can be sent."""
+    """Return a generator that stands for a generator of the other program. Values can be sent to it."""
     items: list[Any] = []
     finished, num_read = False, 0
     while items or not finished:
         if not items:
-            # The first ones come one by one, because the test may send values between them.
+            # The first items come one by one, because the test may send values between them.
             more, finished = ask_of(remote, "batch", min(max(num_read - 15, 1), _MOST_ITEMS))
             items = list(more)
             num_read += len(items)
@@ -442,5 +442,5 @@ def _generator(remote: Remote) -> Iterator[Any]:
 
 
 async def _coroutine(remote: Remote) -> Any:
-    """Run a coroutine of the other program there."""
+    """Run a coroutine of the other program in that program, and return its result."""
     return ask_of(remote, "run")

@@ -1,9 +1,9 @@
 """Run the blocks of code of an episode one after another, and print the output of the last block.
 
-Started as `main.py` next to `session.json` with `blocks` and `context`, the variables that they start with. As in an
-interactive Python, the value of an expression at the end of a block is printed. Earlier blocks only rebuild the
-variables: their output is dropped. The exit code says that all blocks came to their end: `COMPLETED`, or `RAISED` if
-the last one raised an exception.
+The program is started as `main.py` in a folder with `session.json`, which has `blocks` and `context` (the variables
+before the first block). As in an interactive Python, the value of an expression at the end of a block is printed.
+Earlier blocks run only to rebuild the variables, and their output is dropped. The exit code is `COMPLETED` if all
+blocks ended, and `RAISED` if all ended and the last one raised an exception.
 """
 
 import ast
@@ -36,7 +36,7 @@ def run(block: str, names: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def silenced() -> Iterator[None]:
-    """Drop what Python code, other code of this process and its children write to both streams."""
+    """Drop everything that this process and its children write to standard output and standard error."""
     kept = [os.dup(1), os.dup(2)]
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
         for stream in (1, 2):
@@ -61,7 +61,7 @@ def main() -> int:
                 run(block, names)
     try:
         run(last, names)
-    except SystemExit as request:  # as at the end of a script; a text is its message
+    except SystemExit as request:  # as at the end of a script, where a text is the exit message
         if isinstance(request.code, str):
             sys.stderr.write(f"{request.code}\n")
     except Exception:

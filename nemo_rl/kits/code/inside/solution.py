@@ -1,7 +1,7 @@
-"""Serve the names that a solution defines: the program that runs the code of a model.
+"""Run the code that a model wrote, and serve the names that this code defines.
 
-Started as `main.py INCOMING OUTGOING` next to `solution_code.py`. It knows no test: it answers requests, such as the
-call of a function, until the other side closes the pipe.
+The program is started as `main.py INCOMING OUTGOING` in a folder with `solution_code.py`. It has no access to the
+tests. It answers requests, such as the call of a function, until the other program closes the pipe.
 """
 
 import io
@@ -12,7 +12,7 @@ from typing import Any
 from peer import Peer
 from values import Channel
 
-_MOST_PRINTED = 1 << 16  # characters in one message
+_MOST_PRINTED = 1 << 16  # largest number of characters in one message
 
 
 class Echo(io.TextIOBase):
@@ -49,7 +49,7 @@ class Server(Peer):
     """The solution's end of the pipes.
 
     Args:
-        module: Has the names of the solution.
+        module: Module that defines the names of the solution.
         echo: The standard output of the solution.
     """
 
@@ -59,7 +59,7 @@ class Server(Peer):
         self._echo = echo
 
     def resolve_name(self, name: str) -> Any:
-        """Return the object that a name of the solution stands for."""
+        """Return the object that a name of the solution refers to."""
         if name == "__solution__":
             return self._module
         try:
@@ -79,7 +79,7 @@ class Server(Peer):
 
 
 def main(incoming: int, outgoing: int) -> None:
-    """Run the solution's code, then answer requests."""
+    """Run the solution's code, and then answer requests."""
     channel = Channel(incoming, outgoing)
     module = types.ModuleType("solution")
     sys.modules["solution"] = module

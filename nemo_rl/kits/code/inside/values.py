@@ -1,7 +1,7 @@
-"""Values that two programs exchange as text: only plain data of Python, so neither runs code of the other.
+"""Encode values that two programs exchange as text. As only plain data is encoded, no code is exchanged.
 
-Texts, numbers, true, false and null are JSON; other types are objects `{"type": ..., "value": ...}`. Callers may let
-lists, dicts and sets be shared (`heap`) and let everything else be referred to (`peer`).
+Texts, numbers, true, false and null are JSON; other types are objects `{"type": ..., "value": ...}`. Callers may share
+lists, dicts and sets (`heap`), and may replace all other objects by references (`peer`).
 """
 
 import json
@@ -18,7 +18,7 @@ from typing import Any
 COMPLETED, RAISED = 64, 65
 """Exit codes of `session`: the last block came to its end, or raised an exception."""
 MAX_BYTES = 8 << 20
-"""Length of one message."""
+"""Largest length of one message in bytes."""
 ITERATORS: tuple[type[Any], ...] = (
     GeneratorType,
     map,
@@ -32,7 +32,7 @@ ITERATORS: tuple[type[Any], ...] = (
 )
 MUTABLE: tuple[type[Any], ...] = (list, dict, set, bytearray, deque)
 """Types of containers that change in place."""
-_MAX_ITEMS = 100_000  # of an iterator, which may have no end
+_MAX_ITEMS = 100_000  # largest number of items of an iterator, which may have no end
 _SEQUENCES: dict[str, type[Any]] = {
     "list": list,
     "tuple": tuple,
@@ -65,28 +65,28 @@ _KINDS: tuple[Any, ...] = (bool, bytes, complex, dict, float, frozenset, int, li
 _TYPES = {kind.__name__: kind for kind in _KINDS}
 _KNOWN = {"builtins", "collections", "datetime", "decimal", "fractions", "_decimal", "_pydecimal", "_pydatetime"}
 COMPARED = {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
-_SILENT = {  # members of a class that change nothing of its plain data
+_SILENT = {  # members of a class that do not change its plain data
     *COMPARED,
     *("__hash__", "__repr__", "__str__", "__format__", "__new__", "__init__", "__module__", "__doc__", "__dict__"),
     *("__weakref__", "__slots__", "__qualname__", "__annotations__", "__orig_bases__", "__parameters__"),
     *("__firstlineno__", "__static_attributes__", "__annotate_func__", "__match_args__", "__getnewargs__"),
     *("_fields", "_field_defaults", "_make", "_replace", "_asdict", "__replace__", "__reduce_ex__", "__sizeof__"),
 }
-_LONG = 1 << 200  # Python refuses to write longer integers than some limit in decimals
+_LONG = 1 << 200  # Python refuses to write integers beyond some length as decimals
 
 type Refer = Callable[[Any], Any]
 
 
 class NotPlainError(TypeError):
-    """A value is no plain data."""
+    """Raised for a value that is no plain data."""
 
 
 def encode(value: Any, refer: Refer | None = None, share: Refer | None = None) -> Any:
     """Return a value as JSON data.
 
     Args:
-        refer: Returns the JSON data that stands for a value that is no plain data; None refuses such values.
-        share: Returns the JSON data that stands for a container that changes in place, or None to copy it.
+        refer: Function that returns the JSON data for a value that is no plain data. With None, such a value raises.
+        share: Function that returns the JSON data for a mutable container, or None if the container is to be copied.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -130,11 +130,11 @@ def iterator_data(value: Any, refer: Refer | None, share: Refer | None = None) -
 
 
 def decode(data: Any, resolve: Callable[[Any], Any] | None = None) -> Any:
-    """Return the value of JSON data.
+    """Return the value that JSON data stands for.
 
     Args:
         data: What `encode` returned.
-        resolve: Returns the value for data that `refer` or `share` returned.
+        resolve: Function that returns the value for data that `refer` or `share` returned.
     """
     if isinstance(data, list):
         return [decode(item, resolve) for item in data]
@@ -162,7 +162,7 @@ def decode(data: Any, resolve: Callable[[Any], Any] | None = None) -> Any:
 
 
 def has_own_behaviour(kind: type[Any]) -> bool:
-    """Return whether a class adds or changes more than comparisons and texts of the plain data that it derives from."""
+    """Return whether a class adds or changes more than comparisons and texts of its base class of plain data."""
     if kind.__module__ in _KNOWN:
         return False
     fields = getattr(kind, "_fields", ())
@@ -187,10 +187,10 @@ class Channel:
         self._outgoing.flush()
 
     def receive(self) -> Any:
-        """Return the next message.
+        """Wait for the next message and return it.
 
         Raises:
-            EOFError: The other program has ended or its message is too long.
+            EOFError: The other program has ended, or its message is too long.
         """
         line = self._incoming.readline(MAX_BYTES)
         if not line.endswith(b"\n"):
