@@ -3,7 +3,7 @@
     uv run --extra cpu --group docs sphinx-build -W --keep-going -c docs/site . build/docs
 
 The pages are plain Markdown, so they can also be read on the web page of a repository. The modules next to this file
-add what only the site needs: navigation, redirects, descriptions of the API. Invariant: the pages need no network.
+add what only the site needs: navigation, redirects, descriptions of the API, styles. Invariant: the pages need no network.
 """
 
 import sys
@@ -25,6 +25,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_reredirects",
     "api_pages",
+    "key_tables",
     "navigation",
 ]
 
@@ -57,3 +58,5 @@ html_theme = "furo"
 html_title = "nemo_rl"
 html_show_sphinx = False
 html_copy_source = False
+html_static_path = ["static"]
+html_css_files = ["site.css"]

@@ -36,7 +36,7 @@ def listed(index: Path) -> list[str]:
         for page in pages:
             target = (index.parent / f"{page}.md").resolve()
             found.append(target.relative_to(DOCS).as_posix())
-            if target.name == "README.md":
+            if target.name == "README.md" or target.with_suffix("").is_dir():
                 found += listed(target)
     return found
 
