@@ -49,10 +49,10 @@ page for each row of [the table of sections](#sections).
 """
 _SECTIONS = """## Sections
 
-GRPO (`examples/run_grpo.py`) has the sections without the name of a script. The other algorithms have the same sections
-`policy`, `data`, `checkpointing`, `logger` and `cluster`, PPO and distillation also `env`, PPO also `loss_fn`. A section
-that is marked with their script replaces one of the same name. Parts of `teacher` and `value` that have no table are
-those of `policy`.
+GRPO (`examples/run_grpo.py`) has the sections without the name of a script. The other algorithms have the same
+sections `policy`, `data`, `checkpointing`, `logger` and `cluster`, PPO and distillation also `env`, PPO also `loss_fn`.
+A section that is marked with their script replaces one of the same name. Parts of `teacher` and `value` that have no
+table are those of `policy`.
 
 | page | sections |
 |---|---|
@@ -171,7 +171,7 @@ def _entry(block: _Block, before: Counter[str]) -> str:
     """
     anchor = f"{block.anchor}-{before[block.anchor]}" if before[block.anchor] else block.anchor
     before[block.anchor] += 1
-    in_the_site = re.sub(r"[^a-z0-9]+", "-", block.heading.lower()).strip("-")
+    in_the_site = re.sub(r"(<[^>]*>|[^a-z0-9])+", "-", block.heading.lower()).strip("-")
     old = [anchor] if anchor != block.anchor else dict.fromkeys([anchor, in_the_site])
     anchors = "".join(f'<a id="{each}"></a>' for each in old)
     return f"{anchors}[`{block.heading}`](configuration/{block.page.file}.md#{anchor})"
@@ -220,10 +220,11 @@ def _table(block: _Block) -> str:
         for name, field in block.section.model_fields.items()
     ]
     intro = (block.section.__doc__ or "").strip()
+    heading = block.heading.replace("<", "\\<")
     if not rows:
-        return f"## {block.heading}\n\n{intro} No keys of its own.\n"
+        return f"## {heading}\n\n{intro} No keys of its own.\n"
     head = "| key | type | default | meaning |\n|---|---|---|---|"
-    return f"## {block.heading}\n\n{intro}\n\n{head}\n" + "\n".join(rows) + "\n"
+    return f"## {heading}\n\n{intro}\n\n{head}\n" + "\n".join(rows) + "\n"
 
 
 def _sentence(section: type[BaseModel], name: str) -> str:

@@ -3,7 +3,8 @@
     uv run --extra cpu --group docs sphinx-build -W --keep-going -c docs/site . build/docs
 
 The pages are plain Markdown, so they can also be read on the web page of a repository. The modules next to this file
-add what only the site needs: navigation, redirects, descriptions of the API, styles. Invariant: the pages need no network.
+add what only the site needs: navigation, redirects, descriptions of the API, styles. Invariant: the pages need no
+network.
 """
 
 import sys
