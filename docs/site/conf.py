@@ -26,8 +26,8 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_reredirects",
     "api_pages",
-    "key_tables",
     "navigation",
+    "styles",
 ]
 
 # The source folder is the repository, so that links between its README and docs/ work in the site too.

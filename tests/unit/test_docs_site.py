@@ -42,9 +42,9 @@ def listed(index: Path) -> list[str]:
 
 
 def test_every_page_is_in_the_navigation_once():
-    assert sorted(listed(DOCS / "README.md")) == [
+    assert sorted(listed(DOCS / "README.md")) == sorted(
         path.relative_to(DOCS).as_posix() for path in PAGES if path != DOCS / "README.md"
-    ]
+    )
 
 
 def test_a_page_of_another_column_follows_its_row():
