@@ -1,12 +1,15 @@
-"""Write docs/reference/configuration.md from the configuration schema.
+"""Write docs/reference/configuration.md and the pages in docs/reference/configuration/ from the configuration schema.
 
 Run it after every change of `nemo_rl/config/`: `python tools/generate_config_reference.py`. A test checks that the
-committed page is current. Invariant: everything on the page comes from the schema.
+committed pages are current. The first page lists the sections; their tables are on the other pages. Invariant: all keys
+come from the schema.
 """
 
 import argparse
 import ast
 import inspect
+import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -23,11 +26,14 @@ from nemo_rl.config.base.structure import Slot, type_text
 from nemo_rl.config.loading.algorithms import ALGORITHMS
 from nemo_rl.config.runs.rollouts import GRPOMasterConfig
 
-DEFAULT_PAGE = REPOSITORY_ROOT / "docs" / "reference" / "configuration.md"
+DEFAULT_FOLDER = REPOSITORY_ROOT / "docs" / "reference"
+INDEX = "configuration.md"
+"""The page that lists the sections."""
+
 _HEAD = """# Configuration reference
 
-Every key of `examples/run_grpo.py`, made from the schema in `nemo_rl/config/` by
-`python tools/generate_config_reference.py`.
+Every key, made from the schema in `nemo_rl/config/` by `python tools/generate_config_reference.py`. The keys are on one
+page for each row of [the table of sections](#sections).
 
 - A default `${.key}` follows the key next to it, `${..key}` a key one section up, `${a.b}` the key with that
   full name. The arithmetic `${mul:a,b}`, `${div:a,b}`, `${add:a,b}` and `${max:a,b}` may be used in files.
@@ -41,14 +47,21 @@ Every key of `examples/run_grpo.py`, made from the schema in `nemo_rl/config/` b
   (`logger.log_dir`, `checkpointing.checkpoint_dir`) are relative to the current folder.
 - A key that is not listed here is refused, with the nearest valid key.
 """
-_OTHERS = """# Other algorithms
+_SECTIONS = """## Sections
 
-PPO, SFT, DPO, reward-model training and distillation have the sections `policy`, `data`, `checkpointing`, `logger` and
-`cluster` that are described above, PPO and distillation also `env`, PPO also `loss_fn`, and the ones below. If a
-section occurs twice, the table below applies. Parts of `teacher` and `value` that have no table here are those of
-`policy`.
+GRPO (`examples/run_grpo.py`) has the sections without the name of a script. The other algorithms have the same
+sections `policy`, `data`, `checkpointing`, `logger` and `cluster`, PPO and distillation also `env`, PPO also `loss_fn`.
+A section that is marked with their script replaces one of the same name. Parts of `teacher` and `value` that have no
+table are those of `policy`.
+
+| page | sections |
+|---|---|
 """
-_LATER = """## Accepted only while switched off
+_ABOUT = """The [configuration reference](../configuration.md) explains defaults such as `${.key}`, files and overrides.
+"""
+_LATER = """# Keys of NeMo RL without effect
+
+## Accepted only while switched off
 
 These keys of NeMo RL belong to features that do not exist here yet. `null`, `false`, `0`, an empty value,
 `enabled: false` with any other keys, and the values of the last column are accepted; anything else is refused.
@@ -56,6 +69,11 @@ These keys of NeMo RL belong to features that do not exist here yet. `null`, `fa
 | key | feature | accepted too |
 |---|---|---|
 """
+_ACCEPTED_ROW = (
+    "| [Keys of NeMo RL without effect](configuration/accepted.md) | "
+    "[accepted only while switched off](configuration/accepted.md#accepted-only-while-switched-off), "
+    "[accepted without effect](configuration/accepted.md#accepted-without-effect) |\n"
+)
 _IGNORED = """## Accepted without effect
 
 | key | why |
@@ -64,36 +82,110 @@ _IGNORED = """## Accepted without effect
 
 
 @dataclass(frozen=True)
+class _Page:
+    """A page with tables of sections."""
+
+    file: str
+    """Name without suffix."""
+    title: str
+    """Heading of the page."""
+    places: tuple[str, ...]
+    """The sections of GRPO with these names, and the sections in them that no other page has."""
+    scripts: tuple[str, ...] = ()
+    """Algorithms whose own sections are here."""
+
+
+_PAGES = (
+    _Page("policy", "The policy", ("policy",)),
+    _Page("dtensor", "The PyTorch backend", ("policy.dtensor_cfg",)),
+    _Page("megatron", "The Megatron Core backend", ("policy.megatron_cfg",)),
+    _Page("generation", "Generation", ("policy.generation",)),
+    _Page("data", "Data", ("data",)),
+    _Page("checkpointing", "Checkpoints", ("checkpointing",)),
+    _Page("logger", "Logs and trackers", ("logger",)),
+    _Page("cluster", "Machines and processes", ("cluster", "data_plane")),
+    _Page("env", "Environments", ("env",)),
+    _Page("judges", "Reward models and judges", ("env.reward_model", "env.llm_judge")),
+    _Page("grpo", "GRPO", ("loss_fn", "grpo", "async_rl", "reward_penalties", "effort_levels")),
+    _Page("ppo", "PPO", (), ("ppo",)),
+    _Page("supervised", "SFT, DPO and reward models", (), ("sft", "dpo", "rm")),
+    _Page("distillation", "Distillation", (), ("distillation",)),
+    _Page("eval", "Evaluation", (), ("eval",)),
+)
+
+
+@dataclass(frozen=True)
 class _Block:
-    """One section of the page: its dotted path and its class."""
+    """One section of a page: its dotted path and its class."""
 
     path: str
     section: type[BaseModel]
+    script: str = ""
+    """The algorithm that has it in place of GRPO's section, or alone; "" if GRPO has it."""
+
+    @property
+    def heading(self) -> str:
+        """The heading of its table."""
+        return f"{self.path} (run_{self.script}.py)" if self.script else self.path
+
+    @property
+    def anchor(self) -> str:
+        """The anchor of its heading, as GitHub and MyST make it."""
+        return re.sub(r"[^\w\- ]", "", self.heading.lower()).replace(" ", "-")
+
+    @property
+    def page(self) -> _Page:
+        """The page of its table."""
+        if self.script:
+            return next(page for page in _PAGES if self.script in page.scripts)
+        above = re.split(r"[.\[]", self.path)
+        names = {".".join(above[:count]) for count in range(1, len(above) + 1)}
+        return max(_PAGES, key=lambda page: max((len(place) for place in page.places if place in names), default=0))
 
 
-def reference_markdown(schema: type[BaseModel] = GRPOMasterConfig) -> str:
-    """Return the page as Markdown.
+def reference_pages() -> dict[str, str]:
+    """Return the Markdown of each page by its path in docs/reference/."""
+    given = list(_blocks(GRPOMasterConfig, ""))
+    blocks = [block for block in given if block.path]
+    blocks += _other_blocks({(block.path, block.section) for block in given})
+    pages = {INDEX: _HEAD + "\n" + _SECTIONS}
+    for page in _PAGES:
+        here = [block for block in blocks if block.page is page]
+        tables = [_table(block) for block in here]
+        pages[f"configuration/{page.file}.md"] = f"# {page.title}\n\n{_ABOUT}\n" + "\n".join(tables)
+        again = Counter[str]()
+        entries = [_entry(block, again) for block in here]
+        pages[INDEX] += f"| [{page.title}](configuration/{page.file}.md) | {', '.join(entries)} |\n"
+    later = [row for block in given for row in _extra_rows(block, "later")]
+    ignored = [row for block in given for row in _extra_rows(block, "ignored")]
+    pages["configuration/accepted.md"] = _LATER + "\n".join(later) + "\n\n" + _IGNORED + "\n".join(ignored) + "\n"
+    pages[INDEX] += _ACCEPTED_ROW
+    return pages
+
+
+def _entry(block: _Block, before: Counter[str]) -> str:
+    """Return a link to a section, at the anchors that its table had when all tables were on one page.
 
     Args:
-        schema: master config class to describe.
+        before: how often each anchor occurs above on the page; it is counted on.
     """
-    blocks = list(_blocks(schema, ""))
-    tables = [_table(block) for block in blocks if block.path]
-    later = [row for block in blocks for row in _extra_rows(block, "later")]
-    ignored = [row for block in blocks for row in _extra_rows(block, "ignored")]
-    others = _other_tables({(block.path, block.section) for block in blocks}) if schema is GRPOMasterConfig else []
-    return "\n".join([_HEAD, *tables, *others, _LATER + "\n".join(later) + "\n", _IGNORED + "\n".join(ignored) + "\n"])
+    anchor = f"{block.anchor}-{before[block.anchor]}" if before[block.anchor] else block.anchor
+    before[block.anchor] += 1
+    in_the_site = re.sub(r"(<[^>]*>|[^a-z0-9])+", "-", block.heading.lower()).strip("-")
+    old = [anchor] if anchor != block.anchor else dict.fromkeys([anchor, in_the_site])
+    anchors = "".join(f'<a id="{each}"></a>' for each in old)
+    return f"{anchors}[`{block.heading}`](configuration/{block.page.file}.md#{anchor})"
 
 
-def _other_tables(shown: set[tuple[str, type[BaseModel]]]) -> list[str]:
-    """Return the tables of the sections that only the other algorithms have."""
-    tables = [_OTHERS]
+def _other_blocks(shown: set[tuple[str, type[BaseModel]]]) -> list[_Block]:
+    """Return the sections that only the other algorithms have."""
+    found = []
     for script, schema in ALGORITHMS.items():
         for block in _blocks(schema, ""):
             if block.path and (block.path, block.section) not in shown and not _repeats_policy(block, shown):
                 shown.add((block.path, block.section))
-                tables.append(_table(block).replace("\n", f" (run_{script}.py)\n", 1))
-    return tables
+                found.append(_Block(block.path, block.section, script))
+    return found
 
 
 def _repeats_policy(block: _Block, shown: set[tuple[str, type[BaseModel]]]) -> bool:
@@ -128,10 +220,11 @@ def _table(block: _Block) -> str:
         for name, field in block.section.model_fields.items()
     ]
     intro = (block.section.__doc__ or "").strip()
+    heading = block.heading.replace("<", "\\<")
     if not rows:
-        return f"## {block.path}\n\n{intro} No keys of its own.\n"
+        return f"## {heading}\n\n{intro} No keys of its own.\n"
     head = "| key | type | default | meaning |\n|---|---|---|---|"
-    return f"## {block.path}\n\n{intro}\n\n{head}\n" + "\n".join(rows) + "\n"
+    return f"## {heading}\n\n{intro}\n\n{head}\n" + "\n".join(rows) + "\n"
 
 
 def _sentence(section: type[BaseModel], name: str) -> str:
@@ -204,13 +297,18 @@ def _code(text: str) -> str:
 
 
 def main() -> None:
-    """Write the page."""
+    """Write the pages, and remove those that no longer exist."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=DEFAULT_PAGE, help="file to write")
+    parser.add_argument("--output", type=Path, default=DEFAULT_FOLDER, help="folder to write to")
     output: Path = parser.parse_args().output
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(reference_markdown(), encoding="utf-8")
-    print(f"wrote {output}")
+    pages = reference_pages()
+    (output / "configuration").mkdir(parents=True, exist_ok=True)
+    for name, text in pages.items():
+        (output / name).write_text(text, encoding="utf-8")
+    for old in (output / "configuration").glob("*.md"):
+        if f"configuration/{old.name}" not in pages:
+            old.unlink()
+    print(f"wrote {len(pages)} pages to {output}")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from nemo_rl.config.loading.algorithms import ALGORITHMS
 RECIPES = REPOSITORY_ROOT / "examples" / "configs" / "recipes" / "llm"
 DEFAULT_PAGE = REPOSITORY_ROOT / "docs" / "reference" / "recipes.md"
 GPU_GB = 80
-_HEAD = f"""# Recipes
+_HEAD = f"""# Table of recipes
 
 Files of `examples/configs/recipes/llm/`, for GPUs of {GPU_GB} GB, made from their dry runs by
 `python tools/generate_recipe_table.py`. [The guide](../start/recipes.md) says which to choose and how to fit your own

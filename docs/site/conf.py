@@ -3,7 +3,8 @@
     uv run --extra cpu --group docs sphinx-build -W --keep-going -c docs/site . build/docs
 
 The pages are plain Markdown, so they can also be read on the web page of a repository. The modules next to this file
-add what only the site needs: navigation, redirects, descriptions of the API. Invariant: the pages need no network.
+add what only the site needs: navigation, redirects, descriptions of the API, styles. Invariant: the pages need no
+network.
 """
 
 import sys
@@ -26,6 +27,7 @@ extensions = [
     "sphinx_reredirects",
     "api_pages",
     "navigation",
+    "styles",
 ]
 
 # The source folder is the repository, so that links between its README and docs/ work in the site too.
@@ -57,3 +59,5 @@ html_theme = "furo"
 html_title = "nemo_rl"
 html_show_sphinx = False
 html_copy_source = False
+html_static_path = ["static"]
+html_css_files = ["site.css"]

@@ -1,7 +1,8 @@
 """The navigation of the site: the tables of docs/README.md.
 
 A heading of that page becomes a caption, and each page that the table below it links to becomes an entry. So a new page
-needs a row there and nothing else. A README.md in another folder lists the pages of its folder in the same way.
+needs a row there and nothing else. A README.md in another folder lists the pages of its folder in the same way, and so
+does a page next to a folder of the same name.
 """
 
 from pathlib import Path, PurePosixPath
@@ -30,7 +31,7 @@ def add_navigation(app: Sphinx, docname: str, source: list[str]) -> None:
         for caption, pages in sections(index):
             source[0] += toctree(caption, [f"/{INDEX.parent / each}" for each in pages])
         source[0] += toctree("Project", [f"/{each}" for each in PROJECT])
-    elif page.name == INDEX.stem and page != INDEX.with_suffix(""):
+    elif page != INDEX.with_suffix("") and (page.name == INDEX.stem or (Path(app.srcdir) / page).is_dir()):
         source[0] += toctree("", [each for _, pages in sections(source[0]) for each in pages])
 
 

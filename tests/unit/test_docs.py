@@ -196,6 +196,16 @@ def test_the_shown_data_set_has_rows(shown):
     assert shown["MyData"](seed=1).dataset[0]["messages"][-1]["content"] == "4"
 
 
+def test_the_parts_for_another_trainer_run_without_ray():
+    """In a process of its own; each printed line is the comment behind its `print`."""
+    code = "".join(blocks(ROOT / "docs/start/parts.md", "python"))
+    expected = re.findall(r"^print\(.*\)  # (.*)$", code, flags=re.MULTILINE)
+    script = code + 'import sys\nassert "ray" not in sys.modules\n'
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines() == expected and len(expected) == 3
+
+
 def test_the_blocks_for_users_of_nemo_rl_run(monkeypatch, capsys):
     """One after the other, up to the start of the workers."""
     page = ROOT / "docs/start/coming-from-nemo-rl.md"

@@ -59,14 +59,28 @@ def _run(coroutine: Any) -> Any:
     return asyncio.run(coroutine)
 
 
+_kept: dict[int, tuple[Iterator[Any], Exception]] = {}
+"""Errors that an iterator raised after items that were not sent yet, by the iterator's id."""
+
+
 def _batch(iterator: Iterator[Any], most: int) -> tuple[list[Any], bool]:
-    """Return up to `most` next items of an iterator, and whether the iterator has ended."""
+    """Return up to `most` next items of an iterator, and whether the iterator has ended.
+
+    An error after the first item is raised by the next call, so that no item is lost.
+    """
+    if id(iterator) in _kept:
+        raise _kept.pop(id(iterator))[1]
     items: list[Any] = []
     for _ in range(most):
         try:
             items.append(next(iterator))
         except StopIteration:
             return items, True
+        except Exception as error:
+            if not items:
+                raise
+            _kept[id(iterator)] = (iterator, error)
+            break
     return items, False
 
 
