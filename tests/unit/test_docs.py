@@ -197,7 +197,7 @@ def test_the_shown_data_set_has_rows(shown):
 
 
 def test_the_parts_for_another_trainer_run_without_ray():
-    """In a process of its own; each printed line is the comment behind its `print`."""
+    """In a process of its own; each printed line is the comment after its `print`."""
     code = "".join(blocks(ROOT / "docs/start/parts.md", "python"))
     expected = re.findall(r"^print\(.*\)  # (.*)$", code, flags=re.MULTILINE)
     script = code + 'import sys\nassert "ray" not in sys.modules\n'

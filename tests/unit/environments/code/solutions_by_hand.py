@@ -35,6 +35,13 @@ RIGHT: dict[str, tuple[str, str]] = {
         "class NAMEError(LookupError): pass\ndef NAME(): raise NAMEError('x')",
         "try:\n    NAME()\nexcept ValueError:\n    assert False\nexcept LookupError:\n    pass",
     ),
+    "an iterator that raises after items": (
+        "class NAME:\n    def __init__(self): self.n = 0\n    def __iter__(self): return self\n"
+        "    def __next__(self):\n        self.n += 1\n        if self.n > 5: raise ValueError('no more')\n"
+        "        return self.n",
+        "found = []\ntry:\n    for x in NAME():\n        found.append(x)\nexcept ValueError:\n    found.append(0)\n"
+        "assert found == [1, 2, 3, 4, 5, 0]",
+    ),
     "raise in a branch": ("def NAME(x): return x", "if NAME(3) != 3:\n    raise AssertionError('wrong')"),
     "assert 0 in a branch": ("def NAME(x): return x", "if NAME(3) != 3:\n    assert 0, 'wrong'"),
     "both branches have asserts": (
