@@ -64,6 +64,7 @@ BROAD_EXCEPTS = {
     "algorithms/runtime/run.py": "what the recovery raises keeps the failure as its context",
     "optimizations/fork_server.py": "the process ends in its `finally`, whatever the program that was forked raises",
     "kits/code/inside/checks.py": "runs next to the model's code, without this library",
+    "kits/code/inside/offers.py": "runs next to the model's code, without this library",
     "kits/code/inside/peer.py": "runs next to the model's code, without this library",
     "kits/code/inside/session.py": "runs next to the model's code, without this library",
     "models/generation/engine_group.py": "the last of several kinds of failures of an engine",
