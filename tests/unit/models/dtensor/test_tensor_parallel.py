@@ -1,11 +1,15 @@
 """Layers divided over ranks give the losses, gradients and weights of one process."""
 
+import re
+import textwrap
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 from architectures import random_model
 from parity.compare import difference
-from parity.models import save_model
+from parity.models import VOCABULARY, save_model
 from parity.ranks import mesh_numbers, on_ranks, policy_config
 from parity.reference import one_process
 from policy_helpers import WeightedNLL, random_batch, save_tiny_model
@@ -163,6 +167,19 @@ def test_a_model_that_cannot_be_divided_is_refused_before_any_rank_starts(tmp_pa
     with pytest.raises(ConfigError, match="'colwise_gather_output', which is not known here"):
         DTensorTraining().check(config, 2)
     DTensorTraining().check(policy_config(str(tmp_path / "m"), {}, packed=False), 2)
+
+
+def test_the_plan_of_the_documentation_divides_its_model(tmp_path, monkeypatch) -> None:
+    """`docs/development/fsdp2-parallel-plan.md`, as a reader would: the block is a module, and the plan its path."""
+    text = (Path(__file__).parents[4] / "docs/development/fsdp2-parallel-plan.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^ +```python\n(.*?)^ +```", text, flags=re.DOTALL | re.MULTILINE)
+    (tmp_path / "my_package.py").write_text(textwrap.dedent(block))
+    monkeypatch.syspath_prepend(tmp_path)
+    model = str(tmp_path / "m")
+    random_model("olmo2", vocab_size=VOCABULARY).save_pretrained(model)
+    mesh = TP2 | {"custom_parallel_plan": "my_package.my_plan"}
+    found = difference(mesh_numbers(model, mesh, 2, packed=False), one_process(model))
+    assert found.largest < 1e-5, found
 
 
 def test_a_custom_plan_may_leave_attention_whole(tmp_path) -> None:
