@@ -168,7 +168,7 @@ def _engines_line(engine: EngineConfig, topology: Topology) -> str:
 
 
 def _line(name: str, text: str) -> str:
-    return f"  {name:<14}{text}"
+    return f"  {f'{name} ':<14}{text}"
 
 
 def step_lines(config: MasterConfig) -> Iterator[str]:

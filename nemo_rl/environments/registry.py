@@ -116,6 +116,11 @@ def check_environment(
     place = place or f"env.{env_name}"
     section = section_of(env_config)
     worker_keys(place.removeprefix("env."), section, DEFAULT_STEP_TIMEOUT_S)
+    if env_name not in ENV_REGISTRY and "." not in env_name and "function" in section:
+        raise ConfigError(
+            f"{place} has reward functions, which only the environment reward calls. Name the section env.reward, and "
+            "the environment of the data data.default.env_name=reward."
+        )
     try:
         env_class, _ = load_env_class(env_class_path(env_name))
     except ConfigError as error:

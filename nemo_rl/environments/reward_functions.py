@@ -97,7 +97,9 @@ class NamedReward:
 
     def _number(self, value: Any) -> float:
         if value is None or isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-            raise TypeError(f"the reward {self.name!r} returned {value!r:.80}, not a number")
+            lists = isinstance(value, list | tuple) and not self.takes_lists
+            advice = ". Name its first parameter `answers` if it takes and returns lists" if lists else ""
+            raise TypeError(f"the reward {self.name!r} returned {value!r:.80}, not a number{advice}")
         return self.weight * float(value)
 
     def _reason(self, error: BaseException) -> str:

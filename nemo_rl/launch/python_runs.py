@@ -24,10 +24,23 @@ from nemo_rl.launch.finished_run import FinishedRun, RunMetrics
 from nemo_rl.launch.given_rewards import GivenRewards, Rewards
 from nemo_rl.launch.given_rows import data_keys
 from nemo_rl.launch.programs import PROGRAMS
+from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.logging_setup import show_messages
 
 _RUNS_FOLDER = Path("results")
 _MANY_EPOCHS = 1_000_000
+_NAMES_OF_TRL = {
+    "reward_funcs": "reward",
+    "rewards": "reward",
+    "eval_dataset": "validation",
+    "max_steps": "steps",
+    "output_dir": "folder",
+    "num_generations": "grpo.num_generations_per_prompt",
+    "learning_rate": "policy.optimizer.kwargs.lr",
+    "per_device_train_batch_size": "policy.train_micro_batch_size",
+    "max_completion_length": "policy.generation.max_new_tokens",
+}
+"""Arguments and keys of this library, by the names of TRL."""
 
 
 def grpo(
@@ -275,6 +288,10 @@ def _nested(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return keys, of which some have dots, as nested dicts."""
     tree: dict[str, Any] = {}
     for key, value in keys.items():
+        if key in _NAMES_OF_TRL:
+            raise ConfigError(f"{key} is no argument of this function and no key. Did you mean {_NAMES_OF_TRL[key]!r}?")
+        if callable(value):
+            raise ConfigError(f"{key} is a function, which no key can be. Reward functions are given as reward=...")
         *above, last = key.split(".")
         below = {last: _nested(value) if isinstance(value, Mapping) else value}
         for name in reversed(above):

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.fast
 OPTIONAL = ("sandbox", "kits", "agents", "commands")
 """Packages above the core."""
 
-LINES = {"core": 88_500, "all": 112_100}
+LINES = {"core": 88_700, "all": 112_400}
 FILES = {"core": 507, "all": 659}
 FOLDERS = 86
 SHORT_FILES = 47

@@ -9,6 +9,7 @@ import json
 import logging
 import re
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
@@ -34,6 +35,15 @@ _SCRIPTS = (
     "page.js",
 )
 _STYLES = ("uPlot.min.css", "page.css")
+
+
+def _tell_apart(runs: Sequence[dict[str, Any]]) -> None:
+    """Make the names of runs different: those of equal ones get as many folders of their paths as that takes."""
+    for count in range(3, 7):
+        seen = Counter(run["name"] for run in runs)
+        for run in runs:
+            if seen[run["name"]] > 1:
+                run["name"] = "/".join(Path(run["folder"]).parts[-count:])
 
 
 def make_page(data: Mapping[str, Any]) -> str:
@@ -98,6 +108,7 @@ def write_report(folders: Sequence[Path], output: Path | None, num_samples: int 
         view = RunView(run)
         view.read()
         runs.append(view.as_json() | {"samples": view.samples_as_json(listed, num_samples)})
+    _tell_apart(runs)
     path = output or folders[0] / FILE
     page = make_page({"runs": runs, "live": False, "version": nemo_rl.__version__, "written": time.time()})
     try:

@@ -6,6 +6,7 @@ Invariant: files are only read. If a file is missing or damaged, only its part o
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -36,6 +37,8 @@ _NOT_ALGORITHMS = (
     "value_loss_fn",
     "generation",
 )
+
+_ROWS_OF_PROGRAM = re.compile(r"^.*/data/((?:rows|validation)-[0-9a-f]{12}\.jsonl)$")
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,15 @@ class RunFiles:
 
     @property
     def flat_config(self) -> dict[str, Any]:
-        """The configuration by dotted keys."""
-        return dict(_flat(self.config, "")) if self.config else {}
+        """The configuration by dotted keys.
+
+        A file of rows that a run from Python has written is named without its folder, since its name says what it has.
+        """
+        values = dict(_flat(self.config, "")) if self.config else {}
+        return {
+            key: _ROWS_OF_PROGRAM.sub(r"\1", value) if isinstance(value, str) else value
+            for key, value in values.items()
+        }
 
     @property
     def algorithm(self) -> str:

@@ -69,10 +69,20 @@ def _sentence(slot: Slot, key: str, parent: Sequence[str | int], value: Any, sch
     return f"unknown key {full!r}. Keys of {where}: {', '.join(sorted(siblings))}."
 
 
+_OPTIMIZER_ARGUMENTS = {"lr": "lr", "learning_rate": "lr", "weight_decay": "weight_decay"}
+"""Arguments of the optimizer's class, by the names under which users write them. No section declares them."""
+
+
 def _nearest(key: str, parent: Sequence[str | int], siblings: list[str], schema: type[BaseModel]) -> str | None:
     close = difflib.get_close_matches(key, siblings, n=1, cutoff=0.75)
     if close:
         return dotted_path([*parent, close[0]])
+    argument = _OPTIMIZER_ARGUMENTS.get(key)
+    if argument in siblings:
+        return dotted_path([*parent, argument])
+    if argument is not None and "policy" in schema.model_fields:
+        place = parent if parent and parent[-1] == "optimizer" else ("policy", "optimizer")
+        return dotted_path([*place, "kwargs", argument])
     everywhere = dict(_all_keys(schema, ""))
     for name in (key, *difflib.get_close_matches(key, everywhere, n=1, cutoff=0.75)):
         if name in everywhere:

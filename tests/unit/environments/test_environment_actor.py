@@ -9,6 +9,7 @@ from environments_for_tests import Decorated, GuessTheNumber, Slow, Wrong
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EnvironmentReturn
 from nemo_rl.environments.metrics import calculate_pass_rate_per_prompt
+from nemo_rl.environments.registry import check_environment
 from nemo_rl.environments.utils import ENV_REGISTRY, create_env, env_class_path, register_env
 from nemo_rl.environments.workers import actor as environment_actor
 from nemo_rl.environments.workers.actor import EnvironmentActor, EnvironmentActorAsync
@@ -154,6 +155,8 @@ def test_names_resolve_to_classes():
 def test_wrong_names_are_refused_before_anything_starts():
     with pytest.raises(ConfigError, match="unknown environment"):
         create_env("gmae", {})
+    with pytest.raises(ConfigError, match=r"env\.sums has reward functions.*env\.reward"):
+        check_environment("sums", {"function": "my_file.my_reward"})
 
 
 def test_an_environment_name_is_registered_once(monkeypatch):

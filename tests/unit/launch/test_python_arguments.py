@@ -154,6 +154,10 @@ def test_rows_that_cannot_be_used(rows: Any, message: str, tmp_path: Path) -> No
         ({"policy.optimiser.kwargs.lr": 1}, "optimiser.*optimizer"),
         ({"grpo": {"num_promts_per_step": 8}}, "num_promts_per_step.*num_prompts_per_step"),
         ({"nosuch": 1}, "nosuch"),
+        ({"policy.optimizer.lr": 1}, "policy.optimizer.lr.*'policy.optimizer.kwargs.lr'"),
+        ({"learning_rate": 1e-5}, "learning_rate.*'policy.optimizer.kwargs.lr'"),
+        ({"reward_funcs": [len]}, "reward_funcs.*'reward'"),
+        ({"scorer": len}, "scorer is a function.*reward="),
         ({"grpo.max_num_steps": "many"}, "grpo.max_num_steps"),
     ],
 )

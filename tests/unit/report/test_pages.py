@@ -42,6 +42,17 @@ def test_a_report_has_everything_and_nothing_of_a_run_is_html(tmp_path: Path) ->
     assert len(page) < 5_000_000
 
 
+def test_runs_of_the_same_name_are_told_apart_and_files_of_rows_are_compared_by_content(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        rows = {"train": {"data_path": f"/home/{name}/data/rows-0123456789ab.jsonl"}}
+        write_run(tmp_path / name / "logs", steps=2, config={"data": rows})
+    assert main(["report", str(tmp_path), "--output", str(tmp_path / "report.html")]) == 0
+    first, second = data_of((tmp_path / "report.html").read_text(encoding="utf-8"))["runs"]  # type: ignore[misc]
+    assert (first["name"], second["name"]) == ("first/logs/exp_001", "second/logs/exp_001")
+    assert first["config"]["data.train.data_path"] == "rows-0123456789ab.jsonl"
+    assert first["config"] == second["config"]
+
+
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
 def test_a_browser_draws_the_report_and_runs_no_script_of_a_sample(tmp_path: Path) -> None:
     write_run(tmp_path, steps=3, text=HOSTILE)
