@@ -10,6 +10,7 @@ configuration dict. Samples without a reward enter no statistic. Samples with a 
 out. The reward on the trajectory stays as the environment gave it, for metrics.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -79,6 +80,11 @@ __getattr__ = public_names(
         "shutdown_environments": "nemo_rl.environments.user_environments",
     },
 )
+
+logger = logging.getLogger(__name__)
+
+_OUTLIER = 50.0
+"""An advantage that is larger leaves the other samples of a step almost without effect."""
 
 
 def setup(
@@ -163,6 +169,7 @@ class CreditAssignment:
         self._estimator = estimator
         self._config = config
         self._effort_levels = effort_levels or {}
+        self._has_warned = False
 
     @property
     def needs_logprobs(self) -> bool:
@@ -206,6 +213,7 @@ class CreditAssignment:
         self._set_fixed(advantages_BT, mask_BT, trajectories)
         advantages_RT = joined.cut(advantages_BT)
         batch["advantages"] = advantages_RT.float()
+        self._warn_of_outlier(float(advantages_RT.abs().amax()))
         positive_B = torch.tensor([float(is_right(t.penalized_reward)) for t in trajectories])
         batch["positive_examples"] = joined.repeat(positive_B)
         return {
@@ -213,6 +221,17 @@ class CreditAssignment:
             **spread("advantages", advantages_RT, mask_RT, rows.advantage_counts()),
             **effort_metrics(trajectories, self._effort_levels, effort_penalty_B),
         }
+
+    def _warn_of_outlier(self, largest: float) -> None:
+        """Warn once of an advantage that outweighs all others of its step."""
+        if largest > _OUTLIER and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "A sample has an advantage of %.4g and outweighs all others of this step. Its reward is divided by the "
+                "deviation of rewards that are almost equal. Set grpo.use_leave_one_out_baseline=false, "
+                "grpo.normalize_rewards=false, or bounds: grpo.advantage_clip_low and grpo.advantage_clip_high.",
+                largest,
+            )
 
     def _extras(self, trajectories: Sequence[Trajectory]) -> AdvantageExtras:
         """Return the further arguments of the estimator, besides rewards and mask."""

@@ -77,6 +77,28 @@ def test_an_answer_that_the_loss_leaves_out_stays_in_the_baseline():
     assert metrics["advantages/min"] == pytest.approx(advantages[1])
 
 
+def test_an_advantage_out_of_almost_equal_rewards_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Without the right answer the other seven rewards differ by 1e-4, which divides its distance from their mean."""
+    rewards = [1.004, *(0.0035 + 1e-4 * (i % 3) for i in range(7))]
+    trajectories = [trajectory(i, {"all": reward}) for i, reward in enumerate(rewards)]
+    others = rewards[1:]
+    expected = (rewards[0] - statistics.fmean(others)) / (statistics.stdev(others) + 1e-6)
+    assert expected > 5000
+    for grpo, number in (({}, 1), ({"use_leave_one_out_baseline": False}, 0)):
+        config = GRPOConfig.build(**grpo)
+        credit = CreditAssignment(make_advantage_estimator(config, ClippedPGLossConfig.build()), config)
+        caplog.clear()
+        for _ in range(2):
+            batch = build_training_batch(trajectories, pad_token_id=0, mask_truncated=False)
+            with caplog.at_level(logging.WARNING):
+                credit.assign(batch, trajectories)
+        told = [record.getMessage() for record in caplog.records if "outweighs" in record.getMessage()]
+        assert len(told) == number
+        if number:
+            assert batch["advantages"][0, 1] == pytest.approx(expected, rel=1e-3)
+            assert f"{float(batch['advantages'][0, 1]):.4g}" in told[0]
+
+
 def test_leave_one_out_baselines_are_of_all_other_answers_with_a_reward():
     """The others of 1 are 0 and 3: mean 1.5, deviation 1.5 root(2); those of 0 are 1 and 3: 2 and root(2)."""
     advantages, _ = credited({"use_leave_one_out_baseline": True})
