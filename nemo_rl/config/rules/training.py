@@ -201,7 +201,16 @@ def check_shards(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
             f"{name} does not divide into {ranks} data-parallel rank{'s' * (ranks > 1)}{which} x {micro} "
             "samples per microbatch (policy.train_micro_batch_size).\n"
             f"  {batch} / ({ranks} x {micro}) = {batch / step:g}. {nearest_multiples(batch, step)}"
+            f"{_fitting_micro(policy, ranks)}"
         )
+
+
+def _fitting_micro(policy: PolicyConfig, ranks: int) -> str:
+    """Return the microbatches that fit the global batch, as advice, or an empty text if none does."""
+    batch, micro = policy.train_global_batch_size, policy.train_micro_batch_size
+    if batch % ranks:
+        return ""
+    return f" Or microbatches (policy.train_micro_batch_size) of {nearest_divisors(micro, batch // ranks)}."
 
 
 def check_lengths(policy: PolicyConfig, data: DataConfig) -> Findings:
