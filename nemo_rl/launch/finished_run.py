@@ -13,6 +13,9 @@ from typing import Any, Self, override
 from nemo_rl.config import CheckpointingConfig
 from nemo_rl.utils.log_backends.jsonl import METRICS_FILE
 
+_LOAD_PREFIX = "ray"
+"""Prefix of `cluster.machine_monitor`, whose steps are seconds."""
+
 
 class RunMetrics(Mapping[str, float]):
     """The metrics of a run: `metrics["validation/accuracy"]` is the last value, `metrics.columns` has all of them.
@@ -42,6 +45,8 @@ class RunMetrics(Mapping[str, float]):
         for file in sorted(Path(log_dir).glob(f"exp_*/{METRICS_FILE}")):
             for line in file.read_text(encoding="utf-8").splitlines():
                 row = json.loads(line)
+                if row["prefix"] == _LOAD_PREFIX:
+                    continue
                 prefix = f"{row['prefix']}/" if row["prefix"] else ""
                 values = rows.setdefault(row["step"], {})
                 values |= {f"{prefix}{name}": value for name, value in row["metrics"].items()}

@@ -68,7 +68,8 @@ REFUSED: list[tuple[list[str], str]] = [
     (["cluster.ranks_per_node=3"], r"3 data-parallel ranks\.\n  64 / 3 = 21\.3333\. Nearest values: 63, 66\."),
     (
         ["cluster.ranks_per_node=4", "policy.train_micro_batch_size=10", NO_PACKING],
-        r"4 data-parallel ranks x 10 samples .*\n  64 / \(4 x 10\) = 1\.6\. Nearest values: 40, 80\. Or microbatches \(policy\.train_micro_batch_size\) of 8, 16\.",
+        r"4 data-parallel ranks x 10 samples .*\n  64 / \(4 x 10\) = 1\.6\. Nearest values: 40, 80\. "
+        r"Or microbatches \(policy\.train_micro_batch_size\) of 8, 16\.",
     ),
     (
         ["cluster.device=cuda", "cluster.gpus_per_node=2", "cluster.num_nodes=3"],
