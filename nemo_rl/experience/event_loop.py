@@ -74,7 +74,7 @@ class BackgroundTask[T]:
             RayDiedError: The local Ray ended.
             concurrent.futures.CancelledError: The task was cancelled.
             Exception: The failure of the coroutine, or of another task whose result was not requested. A note names the
-            failed task.
+                failed task.
         """
         self._wait(timeout_s, partial(self._owner.check, except_for=self))
         self._owner.note_as_seen(self)

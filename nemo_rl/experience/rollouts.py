@@ -167,7 +167,7 @@ class RolloutRunner:
             group: Coroutine that plays samples within a time limit, such as `play_group` or `play`.
             name: Name of the task in errors and logs.
             through_updates: Whether the group continues while the engines get new weights. If so, `wait_for_groups`
-            does not wait for it.
+                does not wait for it.
         """
         task = self._loop.start(group, name)
         if not through_updates:

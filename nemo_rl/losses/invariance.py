@@ -60,7 +60,7 @@ def check_invariance(
 
     Args:
         model_output: First argument of the loss: `[B, T-1]` log-probabilities, `[B, T-1, ...]` logits, or scores `[B]`,
-        `[B, 1]`.
+            `[B, 1]`.
         data: Tensors with first axis `B`. Tensors of shape `[B, T, ...]` are per token.
         rows_per_unit: Number of consecutive rows that must stay together (2 for chosen/rejected pairs).
         tolerance: Relative and absolute tolerance.

@@ -111,10 +111,10 @@ class TopkLossFunction(Protocol):
 
         Args:
             student_topk_logprobs: `[B, T-1, k]`, the student's log-probabilities of the teacher's top-k tokens,
-            normalised over the whole vocabulary. They are differentiable.
+                normalised over the whole vocabulary. They are differentiable.
             teacher_topk_logprobs: `[B, T-1, k]`, the teacher's log-probabilities, normalised over the k tokens.
             H_all: `[B, T-1]`, `sum p log p` of the student over the whole vocabulary, in nats. It is the negative of
-            the entropy, as in NeMo RL, and differentiable.
+                the entropy, as in NeMo RL, and differentiable.
             data: Microbatch, as in `LossFunction`. It also holds `teacher_topk_logits` and `teacher_topk_indices`.
             global_valid_seqs: As in `LossFunction`.
             global_valid_toks: As in `LossFunction`.

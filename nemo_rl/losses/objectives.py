@@ -248,10 +248,10 @@ def make_policy_batch(
     Args:
         next_token_logprobs_BT: `[B, T-1]`, log-probabilities of tokens 1..T-1.
         data: Holds `advantages`, `generation_logprobs` and `token_mask` `[B, T]`, `sample_mask [B]` and, if used,
-        `prev_logprobs` and `reference_policy_logprobs` `[B, T]`. It may hold `positive_examples [B]`, 1 for answers
-        with a positive reward.
+            `prev_logprobs` and `reference_policy_logprobs` `[B, T]`. It may hold `positive_examples [B]`, 1 for answers
+            with a positive reward.
         on_policy: Use the current log-probabilities, detached, as `prev_logprobs`. This is also done if `data` has no
-        `prev_logprobs`.
+            `prev_logprobs`.
         use_reference: Whether the reference log-probabilities are needed.
     """
     current_BT = next_token_logprobs_BT

@@ -112,11 +112,11 @@ class ClippedPGLossFn:
         Args:
             next_token_logprobs: `[B, T-1]`, log-probabilities of tokens 1..T-1 under the policy.
             data: Holds `advantages`, `generation_logprobs` and `token_mask` `[B, T]`, and `sample_mask [B]`. It holds
-            `prev_logprobs [B, T]` unless the update is on-policy, and `reference_policy_logprobs [B, T]` if
-            `needs_reference`. It may hold `positive_examples [B]`, 1 for answers with a positive reward; without it,
-            the answers with a positive advantage are used. Without `prev_logprobs` it may hold `num_counted_samples
-            [B]`, which in every row is the number of rows of the global batch with a token that counts; without it,
-            `global_valid_seqs` is used.
+                `prev_logprobs [B, T]` unless the update is on-policy, and `reference_policy_logprobs [B, T]` if
+                `needs_reference`. It may hold `positive_examples [B]`, 1 for answers with a positive reward; without
+                it, the answers with a positive advantage are used. Without `prev_logprobs` it may hold
+                `num_counted_samples [B]`, which in every row is the number of rows of the global batch with a token
+                that counts; without it, `global_valid_seqs` is used.
             global_valid_seqs: `sum(sample_mask)` over the global batch.
             global_valid_toks: Number of tokens that count in the global batch.
 

@@ -182,7 +182,7 @@ class PreferenceLossFn:
         Args:
             logits: Scores `[2P]` or `[2P, 1]`, chosen and rejected interleaved.
             data: Holds `sample_mask [2P]`, and may hold `margin [2P]`, the desired difference of the scores of a pair's
-            answers, in both of its rows.
+                answers, in both of its rows.
             global_valid_seqs: Valid rows in the global batch, twice the number of pairs.
             global_valid_toks: Unused. Every loss has this argument.
 
@@ -370,8 +370,8 @@ class KTOLossFn:
         Args:
             next_token_logprobs: `[B, T-1]`, log-probabilities of tokens 1..T-1.
             data: Holds `reference_policy_logprobs` and `token_mask` `[B, T]`, `sample_mask [B]` and `desirable [B]`, 1
-            or 0. It also holds `kl_baseline [B]` (z0) and `num_desirable [B]` (the number of desirable rows that
-            count), which are the same in every row of the global batch.
+                or 0. It also holds `kl_baseline [B]` (z0) and `num_desirable [B]` (the number of desirable rows that
+                count), which are the same in every row of the global batch.
             global_valid_seqs: Number of rows that count in the global batch.
             global_valid_toks: Unused. Every loss has this argument.
 

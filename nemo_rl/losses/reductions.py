@@ -40,7 +40,7 @@ def masked_mean(
         mask: Weights broadcastable to `values`; usually 0 or 1.
         dim: Dimension to reduce. None reduces all dimensions.
         global_normalization_factor: Denominator counted over the global batch. With it, the results of disjoint parts
-        of a batch add up to the result of the whole batch.
+            of a batch add up to the result of the whole batch.
 
     Returns:
         Reduced tensor; 0 where the denominator is 0.

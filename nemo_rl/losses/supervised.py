@@ -109,11 +109,11 @@ class DistillationLossFn:
 
         Args:
             student_topk_logprobs: `[B, T, k]`, the student's log-probabilities of the teacher's top-k tokens,
-            normalised over the whole vocabulary. Without `zero_outside_topk` they may also be normalised over the k
-            tokens, or not at all.
+                normalised over the whole vocabulary. Without `zero_outside_topk` they may also be normalised over the k
+                tokens, or not at all.
             teacher_topk_logprobs: `[B, T, k]`, the teacher's log-probabilities, up to a constant per position.
             H_all: `[B, T]`, `sum p log p` of the student over the whole vocabulary, the negative of its entropy.
-            Required for the reverse direction with `zero_outside_topk`.
+                Required for the reverse direction with `zero_outside_topk`.
             data: Holds `token_mask [B, T + 1]` and `sample_mask [B]`.
             global_valid_seqs: Unused. Every loss has this argument.
             global_valid_toks: Number of tokens that count in the global batch.
@@ -207,7 +207,7 @@ class MseValueLossFn:
         Args:
             values: `[B, T-1]`, values of the states before tokens 1..T-1.
             data: Holds `values` (those before the updates of the step), `returns` and `token_mask` `[B, T]`, and
-            `sample_mask [B]`.
+                `sample_mask [B]`.
             global_valid_seqs: Unused. Every loss has this argument.
             global_valid_toks: Number of tokens that count in the global batch.
 

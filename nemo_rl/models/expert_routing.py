@@ -107,7 +107,7 @@ def load_metrics(counts: Iterable[Tensor], *, each_layer: bool = False) -> dict[
     Args:
         counts: `[E]` numbers of tokens of each expert, for each layer. Layers without any token are skipped.
         each_layer: Whether to also return the three numbers of each layer, as `moe/layer_<n>/load_max` and so on, where
-        `n` is the layer's position in `counts`, from 0.
+            `n` is the layer's position in `counts`, from 0.
 
     Returns:
         `moe/load_max`, the largest number of tokens of an expert divided by the mean of its layer, in the worst layer.

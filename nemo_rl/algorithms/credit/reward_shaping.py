@@ -54,7 +54,7 @@ def overlong_penalty(
         response_lengths_B: Generated tokens per sample.
         max_response_length: Number of tokens at which the penalty is full.
         overlong_buffer_length: Number of tokens over which the penalty grows. If it is more than `max_response_length`,
-        even the shortest answer gets a part of the penalty.
+            even the shortest answer gets a part of the penalty.
         overlong_buffer_penalty: Size of the full penalty, not negative.
         limited: Never subtract more than the full penalty.
     """

@@ -43,7 +43,7 @@ def turn_advantage(
     Args:
         turn_rewards_BN: `[B, N]` float.
         has_turn_BN: `[B, N]` bool. False where the sample has no such turn, and for all turns of samples that are left
-        out of all statistics.
+            out of all statistics.
         group_ids_B: `[B]` int64; rows with equal ids are answers to one prompt.
         credit: Which of the two formulas of this module is used.
         discount: Factor for each turn between a reward and the turn that gets it, from 0 to 1.

@@ -253,7 +253,7 @@ def build_training_batch(
 
     Args:
         trajectories: Rollouts with B conversations. If the tokens of all of them are stored elsewhere, the batch refers
-        to the stored tokens (`models.batch_rows`).
+            to the stored tokens (`models.batch_rows`).
         pad_token_id: Id written after the end of a sample.
         mask_truncated: Exclude samples that hit a length limit from the loss (overlong filtering).
         needs_reward: Exclude samples without a reward from the loss.

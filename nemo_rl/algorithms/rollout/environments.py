@@ -36,7 +36,7 @@ def check_environments(
 
     Raises:
         ConfigError: A task has no environment, a supplied object is not an environment, or rollout runners cannot start
-        the environment.
+            the environment.
     """
     for task in tasks:
         if task not in sections:

@@ -35,8 +35,8 @@ class IdleSteps:
 
         Args:
             metrics: Metrics of the step: `num_updates`, the number of updates that the policy made,
-            `critic/num_updates`, the number that the critic made, and `global_valid_seqs`, the number of sequences that
-            count (`Policy.train`).
+                `critic/num_updates`, the number that the critic made, and `global_valid_seqs`, the number of sequences
+                that count (`Policy.train`).
 
         Returns:
             The error that ends the run if there were too many idle steps in a row, or else None.

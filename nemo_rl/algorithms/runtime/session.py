@@ -321,7 +321,7 @@ class Session:
 
         Raises:
             NothingToLearnError, NonFiniteError: Too many steps in a row made no update. The state before these steps is
-            saved.
+                saved.
         """
         self._settle_or_continue(wait=False)
         self.state.total_steps = step

@@ -171,7 +171,7 @@ def forecast_memory(config: RunConfig, device: float) -> MemoryForecast:
 
     Args:
         config: A checked configuration. Its models are folders, or hub models whose configuration this machine can load
-        (`models.capacity.hub_configs.with_local_configs`).
+            (`models.capacity.hub_configs.with_local_configs`).
         device: Bytes of a device, see `device_bytes`. Engines take a share of it.
 
     Raises:

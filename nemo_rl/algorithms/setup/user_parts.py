@@ -113,7 +113,7 @@ class UserParts:
             configured: The built-in loss of the algorithm.
             section: The section `loss_fn`.
             rows_per_sample: Number of consecutive rows that a user's loss needs in one microbatch, unless it has its
-            own `rows_per_unit`.
+                own `rows_per_unit`.
 
         Raises:
             ConfigError: `loss_fn.name` or `loss_fn.kwargs` cannot be used.

@@ -47,8 +47,8 @@ def split(groups: Sequence[Sequence[Trajectory]], *, reads_collections: bool) ->
     Args:
         groups: Finished samples of each prompt.
         reads_collections: Whether an environment reads whole collections. If so, the summaries have the texts of all
-        messages and the environment's metadata. If not, they have only the texts of the messages before the first
-        response.
+            messages and the environment's metadata. If not, they have only the texts of the messages before the first
+            response.
     """
     samples = [sample for group in groups for sample in group]
     packed = pack_rows([log for sample in samples for log in sample.logs])

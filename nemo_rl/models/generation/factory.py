@@ -38,7 +38,7 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
 
     Args:
         load_weights: Whether the engine loads the checkpoint at the start (evaluation). In training, weights are synced
-        instead.
+            instead.
 
     Raises:
         ConfigError: `policy.generation` is missing.
@@ -198,7 +198,7 @@ def make_engines(
     Args:
         settings: Settings of each engine.
         where: The bundles. The workers of an engine are on one machine, or take whole machines
-        (`config.rules.engines`).
+            (`config.rules.engines`).
         cluster: Section with time limits and restarts.
         num_engines_file: Value of `policy.generation.num_engines_file`.
         name_prefix: Beginning of the names of the workers. If None, the backend.

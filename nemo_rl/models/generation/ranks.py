@@ -238,7 +238,7 @@ class Link:
 
         Raises:
             RuntimeError: A call failed. vLLM does not read all answers, so this may be an earlier call than the awaited
-            one.
+                one.
         """
         outcome: CallOutcome = self.receive()
         answer = self._due.popleft() if self._due else None

@@ -46,7 +46,7 @@ class GenerationWorker:
 
     Args:
         settings: Settings of the engine. The environment variable RANK is the worker's position among all engines'
-        workers.
+            workers.
     """
 
     def __init__(self, settings: EngineSettings):

@@ -90,10 +90,10 @@ class Policy(PolicyInterface):
         weights_path: Checkpoint folder to resume weights from.
         optimizer_path: Checkpoint folder to resume optimizer, schedule and random numbers from.
         init_reference_model: Whether to keep the weights of `config.model_name` for reference log-probabilities, even
-        if training resumes from a checkpoint.
+            if training resumes from a checkpoint.
         timeouts: Time limits. If None, the defaults.
         threads_per_rank: Number of CPU threads of a rank. If None, the machine's cores are divided by the number of its
-        ranks and busy engines.
+            ranks and busy engines.
         busy_engines: Number of engine workers on each machine that compute at the same time as the ranks.
         seed: Seed of the run, for dropout.
         venv: Python environment of the ranks (`cluster.venvs.policy`). If None, that of the registry.
@@ -190,7 +190,7 @@ class Policy(PolicyInterface):
 
         Args:
             data: A training batch: `input_ids`, `input_lengths`, `token_mask`, `sample_mask` and the keys that the loss
-            needs.
+                needs.
             loss_fn: Loss that every rank calls on each microbatch, with global denominators.
             eval_mode: Whether to compute only loss and metrics. The last global batch may then be partial.
             gbs: Number of rows of one update, or a list of these numbers. If None, `train_global_batch_size`.
@@ -199,7 +199,7 @@ class Policy(PolicyInterface):
         Raises:
             DataError: Keys are missing, the rows do not divide into global batches, or a row is too long.
             ConfigError: The loss needs an input that policies do not prepare, or the training backend does not accept
-            the rows' further inputs.
+                the rows' further inputs.
         """
         check_loss(loss_fn, self.config)
         require_keys(data, (*TRAINING_KEYS, *extra_keys(loss_fn)), "Policy.train")
@@ -278,7 +278,7 @@ class Policy(PolicyInterface):
             data: `input_ids [B, T]` right padded, `input_lengths [B]`; any number of rows.
             micro_batch_size: Number of rows of one pass of a rank. If None, passes are formed as configured.
             vocab_size: Only token ids below it are considered, because an output head may have more rows than there are
-            tokens.
+                tokens.
 
         Returns:
             `topk_logits [B, T, k]` float32, largest first, and `topk_indices [B, T, k]` int64, in the order of the

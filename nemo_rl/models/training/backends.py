@@ -239,7 +239,7 @@ def convert_dcp_to_hf(
         model_name_or_path: Has no effect, because a checkpoint names its model.
         tokenizer_name_or_path: Tokenizer for checkpoints that have none.
         overwrite: Whether to replace an existing folder when the export is complete. If not, the folder must be new or
-        empty.
+            empty.
         hf_overrides: Values that replace those of the exported `config.json`.
 
     Returns:
@@ -320,7 +320,7 @@ class FolderBackend(TrainingBackend):
 
         Args:
             path: A step folder, its `policy`, its `policy/weights`, or the subfolder of `policy/weights` with the
-            tensors.
+                tensors.
 
         Raises:
             CheckpointError: None of these folders holds weights.

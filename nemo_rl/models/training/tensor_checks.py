@@ -32,7 +32,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
 
     Args:
         tensors: Tensors of any shape and dtype, on any device. Of a DTensor, this rank's part is checked. Tensors that
-        are empty, on the meta device, of integers or in an 8-bit format are skipped.
+            are empty, on the meta device, of integers or in an 8-bit format are skipped.
     """
     looked_at = {name: held_here(tensor) for name, tensor in tensors.items()}
     looked_at = {name: tensor for name, tensor in looked_at.items() if _may_not_be_finite(tensor)}

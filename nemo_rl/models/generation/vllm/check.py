@@ -114,9 +114,9 @@ def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
 
     Raises:
         ConfigError: The model cannot be divided over the ranks of an engine, its context is shorter than the engine's,
-        or float8 or speculative decoding is not possible as configured. On a CPU, also if vLLM does not support its
-        head size there, a package for its images is missing, or it has latent attention (such as DeepSeek-V3's) with
-        plain rotary embeddings.
+            or float8 or speculative decoding is not possible as configured. On a CPU, also if vLLM does not support its
+            head size there, a package for its images is missing, or it has latent attention (such as DeepSeek-V3's)
+            with plain rotary embeddings.
     """
     whole = load_model_config(policy.model_name, policy.hf_config_overrides)
     model = whole.get_text_config()

@@ -76,9 +76,9 @@ def call_loss(
 
     Args:
         loss_fn: The loss. It receives `[b, T - 1]` log-probabilities or values, or `[b, 1]` scores of sequences. For
-        distillation it receives the student's log-probabilities of the teacher's top-k tokens `[b, T - 1, k]`, the
-        teacher's log-probabilities, normalised over these k tokens, and the student's negative entropy over the whole
-        vocabulary `[b, T - 1]`.
+            distillation it receives the student's log-probabilities of the teacher's top-k tokens `[b, T - 1, k]`, the
+            teacher's log-probabilities, normalised over these k tokens, and the student's negative entropy over the
+            whole vocabulary `[b, T - 1]`.
         inputs: Inputs of the forward.
         scores: `[K]`, or `[K, k]` for distillation.
         entropy_K: Entropy of the distribution at each scored position.

@@ -61,7 +61,7 @@ class UpdateRecorder:
         backend: Backend that has the weights, the gradients and the modules.
         of_modules: Whether to record the output of each module.
         gives_scores: Whether this rank's losses, metrics and log-probabilities are part of the result. Other ranks of
-        the same rows compute the same values and do not record them.
+            the same rows compute the same values and do not record them.
     """
 
     def __init__(self, backend: PolicyBackend, *, of_modules: bool, gives_scores: bool = True) -> None:
