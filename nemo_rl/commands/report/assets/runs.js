@@ -59,9 +59,16 @@ function bestOf(run, name, better) {
 }
 
 function differingKeys(groups, isJoined) {
-  const configs = groups.map((group) => group.runs[0].config);
-  return [...new Set(configs.flatMap((config) => Object.keys(config)))].filter((key) => !IS_FOLDER.test(key) &&
-    !(isJoined && IS_SEED.test(key)) && configs.some((config) => config[key] !== configs[0][key]));
+  // Lists of keys; those of a list divide the groups in the same way, so one column shows them all.
+  const configs = groups.map((group) => group.runs[0].config), alike = new Map();
+  for (const key of new Set(configs.flatMap((config) => Object.keys(config)))) {
+    if (IS_FOLDER.test(key) || (isJoined && IS_SEED.test(key))) continue;
+    const values = configs.map((config) => config[key] ?? null), division = values.map((value) => values.indexOf(value)).join();
+    if (values.every((value) => value === values[0])) continue;
+    const known = alike.get(division) || [];
+    alike.set(division, values.some((value) => typeof value === "number") ? [key, ...known] : [...known, key]);
+  }
+  return [...alike.values()];
 }
 
 function columnsOfRuns(groups) {
@@ -70,9 +77,9 @@ function columnsOfRuns(groups) {
   const metrics = COMPARED.filter(([name]) => DATA.runs.some((run) => run.curves[name])).slice(0, MOST_COMPARED);
   const each = (group, of) => group.runs.map(of);
   const columns = [];
-  for (const key of keys.slice(0, MOST_KEYS)) {
-    const value = (group) => group.runs[0].config[key];
-    columns.push({ name: key.split(".").slice(-2).join("."), title: key, value, text: (group) => shown(value(group)) });
+  for (const [key, ...others] of keys.slice(0, MOST_KEYS)) {
+    const value = (group) => group.runs[0].config[key], more = others.length ? ` (+${others.length})` : "";
+    columns.push({ name: key.split(".").slice(-2).join(".") + more, title: [key, ...others].join("\n"), value, isKey: true, text: (group) => shown(value(group)) });
   }
   for (const [name, better] of metrics) {
     for (const [kind, of] of [["last", (run) => lastOf(run, name)], ["best", (run) => bestOf(run, name, better)]]) {
@@ -122,11 +129,11 @@ function runTable(groups) {
     const rows = sorted().map((group) => make("tr", { "data-run": group.label, "data-color": colorOf(group.color) },
       make("th", { scope: "row" }, make("label", { title: group.runs.map((run) => run.folder).join("\n") },
         make("input", { type: "checkbox", checked: group.shown, "aria-label": `Draw ${group.label}`, onchange: hide(group) }), swatch(group.color), group.label)),
-      statusCell(group), columns.map((column) => make("td", { class: column.number ? "number" : null }, column.text(group)))));
+      statusCell(group), columns.map((column) => make("td", column.isKey ? { class: "key", title: column.text(group) } : { class: column.number ? "number" : null }, column.text(group)))));
     table.replaceChildren(make("thead", {}, make("tr", {}, head)), make("tbody", {}, rows));
   }
   draw();
-  return [scrollable("Runs", table), make("p", { class: "soft" }, numKeys > MOST_KEYS ? `${numKeys} keys differ, the first ${MOST_KEYS} are shown; all are in Configuration. ` : "",
+  return [scrollable("Runs", table), make("p", { class: "soft" }, numKeys > MOST_KEYS ? `More keys differ than fit here; all are in Configuration. ` : "",
     groups.length < DATA.runs.length ? "Runs that differ in their seed only are joined: mean ± standard deviation." : "")];
 }
 
