@@ -1,7 +1,7 @@
 """Set up and validate reward models, which learn to score answers from pairs of a preferred and a rejected one.
 
-Invariant: `sigmoid(chosen - rejected)` is the probability that the chosen answer is preferred. For a calibrated model,
-it is also the share of pairs in which the chosen answer is preferred.
+Invariant: `sigmoid(score_a - score_b)` is the predicted probability that answer a is preferred to answer b. If the
+model is calibrated, then among pairs with predicted probability p, a is preferred in a share p of them.
 """
 
 from collections.abc import Iterable

@@ -207,7 +207,7 @@ class Trajectory:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Number of tokens before the first response of each conversation."""
+        """Total number of prompt tokens (tokens before the first response), summed over all conversations."""
         return self.prompt_length + sum(branch.prompt_length for branch in self.branches)
 
     @property

@@ -20,7 +20,10 @@ from nemo_rl.utils.errors import DeadlineExceededError
 
 @dataclass
 class Boundary[E: BaseException]:
-    """A block that keeps its errors inside, and is true if it has caught one. A comment says why any kind can occur.
+    """Context manager that catches exceptions of type `kind` and stores the exception.
+
+    It is truthy after the block if an exception was caught. Convention: each use has a comment that explains why
+    exceptions of any type must be caught there.
 
     with Boundary(Exception) as caught:  # the verifier may be the user's own code
         return verifier(answer)

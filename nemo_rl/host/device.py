@@ -41,7 +41,11 @@ class Device:
         return "nccl" if self.is_gpu else "gloo"
 
     def torch_device(self, local_rank: int = 0) -> torch.device:
-        """Return the torch device of a rank. Ray shows each rank its own GPU as the first one."""
+        """Return the torch device of a rank.
+
+        `local_rank` is the index among the GPUs that the process sees. It is 0 in the policy's Ray workers, which see
+        their own GPU first.
+        """
         return torch.device("cuda", local_rank) if self.is_gpu else torch.device("cpu")
 
     def activate(self, local_rank: int = 0) -> torch.device:

@@ -101,17 +101,17 @@ def limit_memory(memory_limit_mb: int) -> None:
 
 
 def call_in_child(work: Callable[[], Any], *, seconds: float, memory_mb: int, what: str) -> Any:
-    """Call a function in a copy of this process, which ends afterwards, and return its JSON value.
+    """Call a function in a forked child process and return its value, which must be JSON-serializable.
 
     Args:
-        work: what to call. Code of strangers may run in it, as that of a chat template does.
-        seconds: limit of processor time and of wall-clock time.
-        memory_mb: memory that it may allocate besides what this process has, in MiB.
-        what: name of the work, for messages.
+        work: function to call. It may run untrusted code, for example a chat template.
+        seconds: limit for the child's processor time and for its wall-clock time.
+        memory_mb: memory in MiB that the child may allocate in addition to what it has at the fork.
+        what: name of the work, for error messages.
 
     Raises:
-        DeadlineExceededError: the function takes longer, or its process ends without a value.
-        MemoryError: the function needs more memory.
+        DeadlineExceededError: the child takes longer than `seconds`, or ends without a value.
+        MemoryError: the child needs more than `memory_mb`.
     """
     reading, writing = os.pipe()
     parent = os.getpid()

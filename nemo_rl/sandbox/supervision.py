@@ -81,10 +81,10 @@ def _memory_bytes(place: Path) -> int:
 
 
 def _buffers(place: Path) -> dict[str, int]:
-    """Return the largest number of bytes that each pipe and socket of a process may hold, by name.
+    """Return the maximum number of bytes that each pipe and socket of a process may buffer, by name.
 
-    The result is empty if this process may not read the descriptors, which is the case for root without CAP_SYS_PTRACE.
-    A program then has only one process, and its few descriptors limit its buffers.
+    The result is empty if the supervisor may not read the process's file descriptors, for example as root without
+    CAP_SYS_PTRACE.
     """
     found: dict[str, int] = {}
     try:

@@ -190,7 +190,8 @@ class Logger(LoggerInterface):
         self.close()
 
     def _on_all(self, log: Callable[[LoggerInterface], None]) -> None:
-        # The monitor of the machines logs from its own thread. While one tracker keeps it waiting, others get metrics.
+        # The machine monitor logs from its own thread. Each backend has its own lock, so while one thread waits for a
+        # slow backend, the other can still log to the backends before it.
         for backend, output, turn in zip(self._backends, self._outputs, self._turns, strict=True):
             with turn, output.attempt():
                 log(backend)

@@ -97,7 +97,11 @@ class CallTree:
     """Calls that are plain completions, with the text of prompt and answer."""
 
     def find(self, request: CallRequest) -> History:
-        """Find the call that a request continues, which is the one that contains most of the request's messages."""
+        """Find the call that a request continues.
+
+        It is the one whose messages and answer match the longest prefix of the request's messages. The result is an
+        empty `History` if there is none.
+        """
         digests = list(_digests(request))
         for known in range(len(request.messages) - 1, 0, -1):
             call = self._call_at(digests[known], request.messages[known - 1])

@@ -109,16 +109,18 @@ _QUANTIFIERS = "*+?{"
 
 
 def with_form(sampling: SamplingParams, request: CallRequest, *, trains: bool, forwards: bool) -> SamplingParams:
-    """Return sampling parameters that constrain the answer to the form that a request demands.
+    """Return sampling parameters with the grammar that a request demands (a response format or a forced tool call).
 
     Args:
         sampling: sampling parameters of the request.
         request: request that may demand a form or tool calls.
-        trains: whether the answer is trained.
-        forwards: whether another server has the model. That server itself forces the calls.
+        trains: whether the policy is trained on the answer.
+        forwards: whether requests are forwarded to another server, which then enforces tool calls itself.
 
     Raises:
-        CallError: the form excludes calls that the request allows, or the answer's log probabilities would be wrong.
+        CallError: the format rules out tool calls that the request allows, the format is too large, the schemas of the
+            tools do not fit into one form (see `form_of_calls`), or the answer is used for training and is not sampled
+            from the unmodified policy (temperature 1, no top_p, top_k or bad_words).
     """
     grammar = request.grammar
     if request.forced_tool is not None:

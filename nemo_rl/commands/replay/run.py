@@ -230,7 +230,7 @@ def replay(arguments: argparse.Namespace, output: TextIO) -> int:
     from nemo_rl.commands.replay.folders import find_folder
 
     folder = find_folder(arguments.folder, arguments.step)
-    # The file of a run has all keys, so the loader would log every key without effect.
+    # A stored configuration contains every key, so load_config would log all keys that have no effect.
     logging.getLogger(load_config.__module__).setLevel(logging.WARNING)
     config = load_config(folder / _CONFIG_FILE, arguments.overrides, schema=GRPOMasterConfig)
     if not config.cluster.uses_gpu and is_on("fork_server", config.cluster.optimizations):

@@ -29,7 +29,7 @@ _LARGER_PASSES = (4, 2)
 
 @dataclass(frozen=True)
 class Proposal:
-    """Sizes of a run that fit."""
+    """Parallel and batch sizes with which all models and engines of a run fit into GPU memory."""
 
     values: Mapping[str, Any]
     """Values by dotted key."""

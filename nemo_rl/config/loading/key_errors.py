@@ -210,12 +210,15 @@ def _kept(slot: Slot, tree: Any) -> Any:
 
 
 def unusable_values(schema: type[BaseModel], values: Any, unresolved: Any, sources: Sources) -> Iterator[str]:
-    """Yield a sentence for each key whose value cannot be used, whatever the key means.
+    """Yield a message for each key name or value that is invalid regardless of the key's own rules.
+
+    Examples are empty strings, control characters in a text, and true or false in place of a number.
 
     Args:
-        values: plain dicts and lists, interpolations resolved.
-        unresolved: the same with interpolations; a key that only repeats another key is not reported.
-        sources: the file or override that wrote each key.
+        schema: section that `values` is.
+        values: configuration as plain dicts and lists, with interpolations resolved.
+        unresolved: the same configuration before interpolation; a key whose value has an interpolation is skipped.
+        sources: the file or override that set each key.
     """
     for slot, below, path in mappings_in(Slot.of_section(schema), values):
         for key, value in below.items():

@@ -171,7 +171,15 @@ def _fill_overlap(
     asked: AsyncGRPOConfig | AsyncRLConfig | None,
     name: str,
 ) -> None:
-    """Fill in `overlap` from the section with the same meaning in NeMo RL."""
+    """Set `overlap`, and with vLLM also `weight_sync.recompute_kv_cache`, from a section of NVIDIA NeMo RL.
+
+    Args:
+        section: name of the algorithm's section.
+        algorithm: that section, whose `overlap` is set.
+        policy: the `policy` section.
+        asked: NeMo RL's section `async_rl`, `grpo.async_grpo` or `ppo.async_ppo`, or None if it is not given.
+        name: name of NeMo RL's section, for errors.
+    """
     if asked is None or (isinstance(asked, AsyncGRPOConfig) and not asked.enabled):
         return
     own = algorithm.overlap

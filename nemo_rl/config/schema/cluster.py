@@ -152,7 +152,10 @@ class ClusterConfig(Section):
 
     @property
     def policy_ranks_per_node(self) -> int:
-        """Policy processes on one machine, with null replaced by the default."""
+        """Number of policy processes on one machine.
+
+        It is `ranks_per_node`, or if that is null, `gpus_per_node` on GPUs and 1 on CPUs.
+        """
         if self.ranks_per_node is not None:
             return self.ranks_per_node
         return self.gpus_per_node if self.uses_gpu else 1

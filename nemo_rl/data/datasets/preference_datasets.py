@@ -267,7 +267,9 @@ def pair_after(context: Messages, chosen: Messages, rejected: Messages) -> Pair:
 
 
 def after_prompt(context: Messages, messages: Messages) -> int:
-    """Return the number of messages of a conversation up to the end of the prompt that it repeats.
+    """Return the index of the first message after the prompt in a conversation that contains the prompt.
+
+    Messages may precede the prompt. An assistant message must follow it.
 
     Raises:
         RowError: No assistant message follows the prompt in the conversation.

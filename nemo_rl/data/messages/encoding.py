@@ -220,7 +220,11 @@ def _unequal_parts(ids: Ids, count: int) -> list[torch.Tensor]:
 
 
 def _continuation(text: str, tokenizer: TokenizerType, longest: int | None = None) -> Ids:
-    """Return the tokens of a text that follows other text, without the word mark that begins a text of its own."""
+    """Tokenize a text that continues other text.
+
+    Some tokenizers put a word mark (such as SentencePiece's `▁`) before every text that they encode. The result does
+    not have it.
+    """
     alone = _encode_beginning(text, tokenizer, longest)
     if not alone or not _marks_words(tokenizer) or not _has_word_mark(alone[0], text, tokenizer):
         return alone

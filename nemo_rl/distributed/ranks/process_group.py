@@ -1,7 +1,7 @@
-"""Joins the `torch.distributed` group that a worker group's environment describes.
+"""Join the `torch.distributed` process group that a worker's environment variables describe.
 
-Invariant: rank, world size and address come from the environment that `worker_groups` sets, backend and timeout from
-the caller; rank 0 listens on the port that it holds.
+Invariant: `worker_groups` sets the variables for rank, world size and address. The caller chooses the backend and the
+timeout. Rank 0 listens on the port that its process reserved with `rendezvous.hold_port`.
 """
 
 import fcntl

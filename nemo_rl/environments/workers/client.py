@@ -58,7 +58,8 @@ class _Call:
     """A call of one of the actor's methods for one sample."""
 
     arguments: tuple[Any, ...]
-    """Arguments of this call. The actor's method takes a list of each argument."""
+    """Arguments for this sample. The actor's method is batched: for each argument it takes a list with one entry per
+    sample."""
     failed: Callable[[str, bool], Any]
     """Function that makes the sample's result from the reason of a failure and whether the environment hung or died."""
 

@@ -46,7 +46,7 @@ class DividedRow(Protocol):
     """The pieces of the row, as positions in the tensors that `enter` returns."""
 
     def enter(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Move `[b, H, t, D]` to the ranks and the order of the plan."""
+        """Redistribute query, key and value `[b, H, t, D]` over the ranks and order their tokens as `plan` expects."""
 
     def leave(self, out: Tensor) -> Tensor:
         """Move the output `[b, H, T, D]` back to the ranks and the order of the queries."""

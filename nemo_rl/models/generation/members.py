@@ -4,18 +4,19 @@ A request goes to the engine that holds its prefix, or else to the one that is e
 engine with the fewest open requests, where the requests of a slow engine count more. Invariant: the choice does not
 change an answer, because each request has its own seed.
 
-Engines leave and join during a run, so that their number is the one in a file.
+The file `policy.generation.num_engines_file` holds the number of engines that should run.
 
     follow()   before each sync: read the file
-                 fewer: the last engines get no more requests, and answer those that they have
-                 more: the first engines that left are built again, in the background
-    change()   in the sync: end engines that have left and have no request; let engines that are built take part
-    opened()   after the sync: engines that joined have the weights and get requests
+                 smaller number: the engines with the highest indices get no new requests, and finish those they have
+                 larger number: the missing engines with the lowest indices are started in the background
+    change()   during the sync: stop leaving engines that have no request left, and include engines that have started
+    opened()   after the sync: send requests to the new engines, which now have the current weights
 
-The bundles of engines that left stay reserved for them. Invariants: the engines that take part are always the first
-ones, so their ranks have no gap. No engine gets a request before it has weights, and no engine with a request is ended.
+The Ray bundles of a stopped engine stay reserved for it. Invariants: the running engines are always those with the
+lowest indices, so their ranks have no gap. An engine gets no request before it has weights, and no engine is stopped
+while it has a request.
 
-`Wait` is the wait for a call of an engine's worker on an event loop. If the wait is cancelled, the call continues.
+`Wait` represents a pending call to an engine's worker. Cancelling it does not cancel the call.
 """
 
 import asyncio

@@ -282,7 +282,13 @@ def open_links(meeting: Meeting, name: str, places: Sequence[int]) -> list[Link]
 
 
 def open_link(meeting: Meeting, name: str, to: int) -> Link:
-    """Open the link to the place that calls `open_links` with this name."""
+    """Connect to the process that calls `open_links` with the same name.
+
+    Args:
+        meeting: the processes of the engine.
+        name: name of the link.
+        to: number of that process, for messages.
+    """
     address, key = json.loads(meeting.store.get(name))
     connection = _dial(address, bytes.fromhex(key))
     connection.send(meeting.place)

@@ -45,7 +45,10 @@ BACKENDS = {
 
 
 class TrainingBackend(ABC):
-    """A training backend, used outside of its ranks. It imports no library that only ranks need."""
+    """The part of a training backend that the controller and tools use.
+
+    Worker ranks use the `PolicyBackend` named by `rank_class`. This class imports no library that only the ranks need.
+    """
 
     rank_class: ClassVar[str]
     """Dotted name of the backend's `PolicyBackend`, which is imported in the ranks."""

@@ -320,7 +320,7 @@ class MegatronConfig(BackendSection):
     moe_shared_expert_overlap: bool = False
     """Compute shared experts while tokens are exchanged; needs alltoall."""
     apply_rope_fusion: bool = True
-    """Rotate heads in one kernel, with Transformer Engine."""
+    """Apply rotary position embeddings in one fused kernel, with Transformer Engine."""
     bias_activation_fusion: bool = True
     """Apply bias and activation function of a layer in one kernel, on GPUs."""
     gradient_accumulation_fusion: bool = False

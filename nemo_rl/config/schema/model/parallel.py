@@ -40,7 +40,7 @@ class AdapterConfig(Section):
     dim: Count = 8
     """Rank of the adapters."""
     alpha: Count = 32
-    """Scale of the adapters: their output is multiplied by alpha / dim."""
+    """Scale of the adapters: the product of their two matrices is multiplied by alpha / dim."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Dropout probability in the adapters."""
     dropout_position: Literal["pre", "post"] = "post"

@@ -153,7 +153,7 @@ class Counted(ast.NodeTransformer):
         return self._loop(node)
 
     def visit_Try(self, node: ast.Try) -> Any:
-        """Let the exceptions of asserts reach the exception handlers of the test."""
+        """Make a failing assert in a `try` body raise, so that the test's own `except` clauses can catch it."""
         self.generic_visit(node)
         if node.handlers:
             node.body = self._guarded(node.body)

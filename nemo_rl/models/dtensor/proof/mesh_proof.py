@@ -222,7 +222,7 @@ def _changes(policy: PolicyConfig) -> Mapping[str, dict[str, Any]]:
 
 
 def _alone(policy: PolicyConfig) -> str:
-    """Return the settings that set every axis to one rank, as advice if no single change helps."""
+    """Return the advice for the case that no single change helps: all axes set to one rank."""
     axes = [axis for axis in _AXES if policy.dtensor_cfg.size(axis) > 1]
     return " and ".join(f"{policy.dtensor_cfg.size_keys[axis]}=1" for axis in axes)
 

@@ -105,14 +105,16 @@ def proposes_with_latent_attention(speculation: Speculation, model_has_it: bool)
 
 
 def check_speculation(policy: PolicyConfig, cluster: ClusterConfig, model: Any) -> None:
-    """Refuse a section that vLLM cannot serve, or that would change the distribution of samples.
+    """Check the speculative decoding settings of a policy.
 
     Args:
         policy: The `policy` section, with `generation`.
+        cluster: The `cluster` section. Some methods are not supported on CPUs.
         model: Hugging Face configuration of the text model.
 
     Raises:
-        ConfigError: The section has problems. The message lists all of them.
+        ConfigError: vLLM does not support the settings, they would change the distribution of samples, or they do not
+            match `policy.draft`. The message lists the problems.
     """
     speculation = speculation_of(policy.sampling.vllm_kwargs)
     if policy.draft.enabled:
