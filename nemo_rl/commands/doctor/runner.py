@@ -62,6 +62,11 @@ def refusal(error: BaseException, advice: str = "") -> Finding:
     return Finding(Status.FAILED, "\n".join([f"{type(error).__name__}: {error}", *notes]), advice or _REPORT_IT)
 
 
+def _whole(record: logging.LogRecord) -> str:
+    """Return the message of a record with the text that is only for the file of a run, such as a table."""
+    return "\n".join(filter(None, (record.getMessage(), getattr(record, "details", None))))
+
+
 def as_the_run_says(call: Callable[[], Passed], advice: str = "") -> Finding:
     """Make, in this process, a check that a run makes at its start.
 
@@ -77,7 +82,7 @@ def as_the_run_says(call: Callable[[], Passed], advice: str = "") -> Finding:
             passed: Passed | NemoRLError = call()
         except NemoRLError as error:
             passed = error
-    details = "\n".join(line.getMessage() for line in logged if line.levelno < logging.WARNING)
+    details = "\n".join(_whole(line) for line in logged if line.levelno < logging.WARNING)
     if isinstance(passed, NemoRLError):
         return replace(refusal(passed, advice), details=details)
     warnings = "\n".join(line.getMessage() for line in logged if line.levelno >= logging.WARNING)
