@@ -24,7 +24,7 @@ FILES = {"core": 507, "all": 659}
 FOLDERS = 86
 SHORT_FILES = 47
 """Files under 60 lines, without `__init__.py`."""
-DOCUMENTATION = 0.404
+DOCUMENTATION = 0.409
 """Lines of docstrings and of texts below fields, for each line of code."""
 IMPORTS = 0.132
 """Lines of imports, for each line of code."""

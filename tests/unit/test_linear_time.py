@@ -273,6 +273,8 @@ def test_a_hostile_text_in_any_form_takes_a_tenth_of_a_second(name):
 
 
 NOT_OF_MODELS: dict[str, str] = {
+    "launch/finished_run.py": "names of folders",
+    "launch/python_runs.py": "names of folders",
     "algorithms/runtime/recovery.py": "messages of this library's errors",
     "config/base/value_types.py": "addresses in a configuration",
     "config/base/defaults.py": "configuration files",
@@ -316,6 +318,8 @@ NOT_OF_MODELS: dict[str, str] = {
     "commands/regrade/stored_samples.py": "names of files",
     "commands/replay/folders.py": "names of files",
     "commands/report/page.py": "the page's own template",
+    "commands/report/run_files.py": "paths in a configuration",
+    "commands/report/run_state.py": "tracebacks of this library's errors",
     "commands/report/samples.py": "names of files",
     "commands/size/jobs.py": "names of machines",
     "utils/checkpoint.py": "names of folders",

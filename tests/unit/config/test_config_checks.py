@@ -69,7 +69,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (
         ["cluster.ranks_per_node=4", "policy.train_micro_batch_size=10", NO_PACKING],
         r"4 data-parallel ranks x 10 samples .*\n  64 / \(4 x 10\) = 1\.6\. Nearest values: 40, 80\. "
-        r"Or microbatches \(policy\.train_micro_batch_size\) of 8, 16\.",
+        r"Or microbatches \(policy\.train_micro_batch_size\) of 4, 8\.",
     ),
     (
         ["cluster.device=cuda", "cluster.gpus_per_node=2", "cluster.num_nodes=3"],
