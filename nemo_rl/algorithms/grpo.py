@@ -213,12 +213,13 @@ class CreditAssignment:
         self._set_fixed(advantages_BT, mask_BT, trajectories)
         advantages_RT = joined.cut(advantages_BT)
         batch["advantages"] = advantages_RT.float()
-        self._warn_of_outlier(float(advantages_RT.abs().amax()))
         positive_B = torch.tensor([float(is_right(t.penalized_reward)) for t in trajectories])
         batch["positive_examples"] = joined.repeat(positive_B)
+        extremes = spread("advantages", advantages_RT, mask_RT, rows.advantage_counts())
+        self._warn_of_outlier(max(extremes["advantages/max"], -extremes["advantages/min"]))
         return {
             "filtered_reward": float(masked_mean(rewards_B, joined.largest(batch["sample_mask"]))),
-            **spread("advantages", advantages_RT, mask_RT, rows.advantage_counts()),
+            **extremes,
             **effort_metrics(trajectories, self._effort_levels, effort_penalty_B),
         }
 

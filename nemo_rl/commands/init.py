@@ -13,8 +13,6 @@ DESCRIPTION = """Write my_run.yaml and my_reward.py into a folder; existing file
 
 They train as they are: nemo_rl grpo --config my_run.yaml"""
 
-_BASE_FILES = {True: "grpo_math_1B.yaml", False: "grpo_math_cpu.yaml"}
-
 _REWARD = '''"""The reward of my_run.yaml."""
 
 
@@ -82,11 +80,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Write the files and return the exit status."""
-    from nemo_rl.config import count_gpus
     from nemo_rl.launch import command_line
+    from nemo_rl.launch.programs import PROGRAMS
     from nemo_rl.utils.errors import ConfigError
 
-    files = {"my_run.yaml": _CONFIG.format(base=_BASE_FILES[count_gpus() > 0]), "my_reward.py": _REWARD}
+    base = PROGRAMS["grpo"].config_for_this_machine().name
+    files = {"my_run.yaml": _CONFIG.format(base=base), "my_reward.py": _REWARD}
 
     def work() -> int:
         folder: Path = arguments.folder

@@ -4,17 +4,15 @@ Invariant: a finished run holds numbers and paths only; no process and no file o
 """
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, override
 
 from nemo_rl.config import CheckpointingConfig
+from nemo_rl.config.base.names import MACHINE_METRICS
+from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.log_backends.jsonl import METRICS_FILE
-
-_LOAD_PREFIX = "ray"
-"""Prefix of `cluster.machine_monitor`, whose steps are seconds."""
 
 
 class RunMetrics(Mapping[str, float]):
@@ -42,10 +40,11 @@ class RunMetrics(Mapping[str, float]):
     def of_logs(cls, log_dir: str | Path) -> Self:
         """Read the metrics of a run and of the earlier runs that it resumed, all in one folder of logs."""
         rows: dict[int, dict[str, float]] = {}
-        for file in sorted(Path(log_dir).glob(f"exp_*/{METRICS_FILE}")):
+        files = Path(log_dir).glob(f"exp_*/{METRICS_FILE}")
+        for file in sorted(files, key=lambda file: (len(file.parent.name), file.parent.name)):
             for line in file.read_text(encoding="utf-8").splitlines():
                 row = json.loads(line)
-                if row["prefix"] == _LOAD_PREFIX:
+                if row["prefix"] == MACHINE_METRICS:
                     continue
                 prefix = f"{row['prefix']}/" if row["prefix"] else ""
                 values = rows.setdefault(row["step"], {})
@@ -85,9 +84,6 @@ class FinishedRun:
     @classmethod
     def of_folders(cls, folder: Path, log_dir: str | Path, checkpointing: CheckpointingConfig) -> Self:
         """Read a run from its folders."""
-        found = [
-            path for path in Path(checkpointing.checkpoint_dir).glob("step_*") if re.fullmatch(r"step_\d+", path.name)
-        ]
-        newest = max(found, key=lambda path: int(path.name.partition("_")[2]), default=None)
-        model = None if newest is None or not checkpointing.enabled else newest / "policy" / "weights" / "model"
+        newest = CheckpointManager(checkpointing).get_latest_checkpoint_path() if checkpointing.enabled else None
+        model = None if newest is None else Path(newest) / "policy" / "weights" / "model"
         return cls(RunMetrics.of_logs(log_dir), folder, model if model is not None and model.is_dir() else None)

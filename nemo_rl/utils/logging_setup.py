@@ -49,6 +49,12 @@ class _StderrHandler(logging.Handler):
             self.handleError(record)
 
 
+def with_details(text: str, record: logging.LogRecord) -> str:
+    """Append the details of a record, if it has any, to its text."""
+    details = getattr(record, "details", None)
+    return text if details is None else f"{text}\n{details}"
+
+
 class _RunLog(logging.FileHandler):
     """Writes to the file of a run, whose failures cause one warning."""
 
@@ -58,9 +64,7 @@ class _RunLog(logging.FileHandler):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return a record with its details."""
-        text = _ESCAPES.sub("", super().format(record))
-        details = getattr(record, "details", None)
-        return text if details is None else f"{text}\n{details}"
+        return with_details(_ESCAPES.sub("", super().format(record)), record)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record."""

@@ -13,6 +13,7 @@ from nemo_rl.commands.doctor.checks import Check, Finding, Status, ok, skipped
 from nemo_rl.host.boundary import in_background
 from nemo_rl.launch.checks import Passed, logs_of_library
 from nemo_rl.utils.errors import NemoRLError
+from nemo_rl.utils.logging_setup import with_details
 
 _REPORT_IT = "This is a bug in the check or in the code it calls: report it with the output of --json."
 
@@ -62,11 +63,6 @@ def refusal(error: BaseException, advice: str = "") -> Finding:
     return Finding(Status.FAILED, "\n".join([f"{type(error).__name__}: {error}", *notes]), advice or _REPORT_IT)
 
 
-def _whole(record: logging.LogRecord) -> str:
-    """Return the message of a record with the text that is only for the file of a run, such as a table."""
-    return "\n".join(filter(None, (record.getMessage(), getattr(record, "details", None))))
-
-
 def as_the_run_says(call: Callable[[], Passed], advice: str = "") -> Finding:
     """Make, in this process, a check that a run makes at its start.
 
@@ -82,7 +78,7 @@ def as_the_run_says(call: Callable[[], Passed], advice: str = "") -> Finding:
             passed: Passed | NemoRLError = call()
         except NemoRLError as error:
             passed = error
-    details = "\n".join(_whole(line) for line in logged if line.levelno < logging.WARNING)
+    details = "\n".join(with_details(line.getMessage(), line) for line in logged if line.levelno < logging.WARNING)
     if isinstance(passed, NemoRLError):
         return replace(refusal(passed, advice), details=details)
     warnings = "\n".join(line.getMessage() for line in logged if line.levelno >= logging.WARNING)

@@ -6,10 +6,11 @@ from statistics import median
 from typing import Any
 
 from nemo_rl.commands.report.run_files import TRAINING, RunFiles, finite
+from nemo_rl.config.base.names import MACHINE_METRICS
 
 _LARGEST = 2**53
 """Largest step of a curve; a browser does not represent larger integers exactly."""
-_OF_SECONDS = "ray/"
+_OF_SECONDS = f"{MACHINE_METRICS}/"
 """Beginning of the names of curves whose steps are seconds."""
 
 

@@ -86,6 +86,8 @@ VALIDATION_METRICS: tuple[str, ...] = (
 )
 """Metrics of a validation that samples answers; pass_k exists only with several answers per prompt."""
 
+MACHINE_METRICS = "ray"
+"""Prefix of the metrics of machines. Their steps are seconds, not steps of training."""
 OVERRIDE_MARKER = "_override_"
 """Key with which a mapping replaces an inherited mapping as a whole."""
 

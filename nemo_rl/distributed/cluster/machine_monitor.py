@@ -21,6 +21,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nemo_rl.config import LoggerConfig
+from nemo_rl.config.base.names import MACHINE_METRICS
 from nemo_rl.distributed.cluster.node_choice import living_nodes
 from nemo_rl.host.boundary import Boundary
 from nemo_rl.host.machine_load import MachineLoad
@@ -28,8 +29,7 @@ from nemo_rl.utils.addresses import cluster_address
 
 logger = logging.getLogger(__name__)
 
-PREFIX = "ray"
-STEP_METRIC = "ray/ray_step"
+STEP_METRIC = f"{MACHINE_METRICS}/ray_step"
 _ANSWER_S = 5.0
 """Seconds to wait for the answers of a round; a later answer counts in the next one."""
 _MOST_STARTS = 3
@@ -191,7 +191,7 @@ class MachineMonitor:
                 return False
             seconds, found = self._kept.pop(0)
         with Boundary(Exception) as caught:  # the libraries of trackers raise errors of any kind
-            self.metrics.log_metrics(found, seconds, PREFIX, STEP_METRIC)
+            self.metrics.log_metrics(found, seconds, MACHINE_METRICS, STEP_METRIC)
         if caught:
             self._tell_once("logged", caught.take())
         return True

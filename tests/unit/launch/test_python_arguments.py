@@ -11,7 +11,6 @@ import pytest
 
 import nemo_rl
 from nemo_rl.config import load_config
-from nemo_rl.distributed.cluster.machine_monitor import PREFIX
 from nemo_rl.launch import python_runs
 from nemo_rl.launch.finished_run import RunMetrics
 from nemo_rl.launch.given_rewards import GivenRewards
@@ -190,7 +189,7 @@ def test_metrics_of_a_resumed_run_are_joined(tmp_path: Path) -> None:
         folder = tmp_path / f"exp_00{number}"
         folder.mkdir()
         lines = [{"step": step, "prefix": "train", "metrics": {"reward": step * number}, "time": 0} for step in steps]
-        lines.append({"step": 10, "prefix": PREFIX, "metrics": {"node.0.cpu_percent": 50.0}, "time": 0})
+        lines.append({"step": 10, "prefix": "ray", "metrics": {"node.0.cpu_percent": 50.0}, "time": 0})
         lines.append({"step": 3, "prefix": "validation", "metrics": {"accuracy": number}, "time": 0})
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     metrics = RunMetrics.of_logs(tmp_path)
