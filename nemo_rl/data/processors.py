@@ -88,8 +88,7 @@ def episode_data_processor(
 ) -> DatumSpec:
     """Make the beginning of a prompt to which the environment adds its first message (`open_episode`).
 
-    The prompt begins with the system prompt, followed by the row's `messages`, of which there are often none.
-    `extra_env_info` is that of the row.
+    It begins with the system prompt and the row's `messages`, often none. `extra_env_info` is that of the row.
     """
     how = _Rendering(task_data_spec, tokenizer, max_seq_length, idx)
     return _prompt_datum(list(datum_dict["messages"]), dict(datum_dict["extra_env_info"]), datum_dict, how)
@@ -111,8 +110,7 @@ def nemo_gym_data_processor(
     `extra_env_info.gym_row` is the row, which the agent gets unchanged.
 
     Raises:
-        DataError: the row is of another data set, or the configuration adds texts to the prompt that the agent would
-            not get.
+        DataError: the row is of another data set, or the prompt gets configured texts that the agent would not get.
     """
     _, info = _take(datum_dict, "nemo_gym_data_processor", "messages", "extra_env_info")
     for key in ("prompt_file", "system_prompt_file"):

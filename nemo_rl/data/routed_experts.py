@@ -45,9 +45,8 @@ def with_unreported(reported: NDArray[Any], num_tokens: int, num_experts: int) -
 def note_experts(log: Sequence[dict[str, Any]], experts: Experts | None) -> None:
     """Store the experts of a conversation in its messages.
 
-    Tokens that already have experts keep them, because an answer's experts must be those with which it was sampled, and
-    a later turn may have processed its tokens again. A later turn therefore only adds the experts of the answer's last
-    token and of observations.
+    Tokens with experts keep them, because an answer's experts must be those with which it was sampled, and a later turn
+    may have read its tokens again. A later turn only adds the experts of the answer's last token and of observations.
 
     Args:
         log: the messages of the conversation up to an answer, with `token_ids`.

@@ -26,8 +26,7 @@ class ParallelLayout:
     dp_replicate: int = 1
     """Copies of the sharded model (HSDP)."""
     dp_shard: int = 1
-    """Ranks over which a copy is sharded. Ranks that differ on this axis or on `dp_replicate` train on different
-    rows."""
+    """Ranks over which a copy is sharded. Ranks that differ on this axis or `dp_replicate` train on different rows."""
     cp: int = 1
     """Ranks that divide the tokens of the same rows."""
     tp: int = 1

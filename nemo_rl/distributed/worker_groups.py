@@ -338,8 +338,7 @@ class RayWorkerGroup:
     def restart_workers(self, worker_idxs: Sequence[int], timeout_s: float = 900.0) -> None:
         """Replace the processes and worker objects of whole blocks of `ranks_per_unit` workers, all at the same time.
 
-        Only for groups with a `ranks_per_unit`. Old processes that still run are killed, and all new ones are killed if
-        one fails.
+        For groups with `ranks_per_unit`. Running old processes are killed, and all new ones if one of them fails.
 
         Raises:
             DeadlineExceededError, WorkerDiedError, Exception: as in the constructor.

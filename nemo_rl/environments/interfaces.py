@@ -99,9 +99,8 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
     from a checkpoint then continues its unfinished samples. If False, these samples start again from their prompts.
     None stands for True, unless the class overrides `close_episode`, which releases what a process holds."""
     pooled: ClassVar[bool] = False
-    """Whether the environment may run in several actors, as many as the key `num_workers` of its section says (default
-    1); all calls for an episode go to the same actor. If False, it has one actor, and `num_workers` has no meaning for
-    the library."""
+    """Whether the environment may run in several actors, as many as `num_workers` in its section says (default 1); all
+    calls for an episode go to the same one. If False, it has one, and the library ignores `num_workers`."""
     calls_own_code: ClassVar[bool] = False
     """Whether a class of the library calls functions of the user, which are tried out before engines start."""
     runs_agents: ClassVar[bool] = False
@@ -147,9 +146,8 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
 
         Args:
             message_log_batch: B conversations of messages with `role` and `content`.
-            metadata: B items. In the first turn, an item is `extra_env_info` of the prompt or the metadata that
-                `open_episode` returned; in later turns, it is the metadata that the last `step` of the same sample
-                returned.
+            metadata: B items: in the first turn `extra_env_info` of the prompt or what `open_episode` returned, in
+                later turns what the last `step` of the same sample returned.
         """
 
     def open_episode(self, metadata: MetadataT) -> EpisodeStart[MetadataT]:

@@ -105,8 +105,7 @@ def check_environment(
     Args:
         env_name: A registered name or the dotted path of a class.
         tokenizer: Tokenizer of the policy, or None in checks that read neither tokenizers nor data.
-        construct: Whether the class may check what its constructor needs; False if the environment's packages are
-            installed only in another Python environment.
+        construct: Whether to let the class check what its constructor needs; False if another Python has its packages.
         name_key: Key that has the name, for messages. If it is empty, the name is a part of `place`.
         place: Key of the section. If it is empty, the key is `env.<name>`.
 

@@ -2,9 +2,8 @@ r"""Check before a run starts that its verifiers accept the known answers of its
 
     rows ─► a sample of each data set ─► known answers, by environment ─► its verifier ─► share of right ones
 
-Each known answer is graded as if a model had given it. This applies to the math environments of this library, not to
-classes of the user. Invariant: plain numbers are graded in this process, so that a usual data set costs no time. All
-other answers are graded with the deadline of the environment.
+Known answers are graded like a model's, by this library's math environments, not by a user's classes. Invariant: plain
+numbers are graded in this process, so that a usual data set costs no time, and others with the environment's deadline.
 """
 
 import logging

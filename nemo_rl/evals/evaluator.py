@@ -192,7 +192,6 @@ def ask_all(
     """Sample answers to the prompts that have none yet, batch by batch.
 
     Args:
-        prompts: all prompts.
         store: store of the answers so far, to which new answers are added.
         sampler: samples and grades.
         signals: signals that end the loop after a batch, or None to ignore signals.
@@ -271,8 +270,7 @@ def _record(trajectory: Trajectory, start: int, batch: BatchedDataDict[Any], top
 def _check_environment(config: EvalMasterConfig) -> None:
     """Check that `cons@k` has an environment that returns the extracted answer.
 
-    An environment with its own Python environment is not checked, because its class may need packages that are not
-    installed here.
+    An environment with its own Python is not checked, because its class may need packages that are missing here.
     """
     if config.data.env_name in config.cluster.venvs:
         return

@@ -283,8 +283,7 @@ class GivenPrompts:
     """Prompts of a user-supplied data set.
 
     Args:
-        dataset: prompts (see `data.datasets.user_data.given_data`). Rows without `task_name` are graded by
-            `data.env_name`.
+        dataset: see `data.datasets.user_data.given_data`. Rows without `task_name` are graded by `data.env_name`.
 
     Raises:
         DataError: too many of the first rows are unusable.
@@ -317,13 +316,11 @@ class EvalPrompts:
     """Prompts of an evaluation's `data` section.
 
     Args:
-        tokenizer: tokenizer that renders and tokenises prompts.
         stop_strings: texts that end an answer, in addition to those of `generation`.
         keeps_rows: whether the environment gets the columns of each row.
 
     Raises:
-        DataError: the data cannot be read, too many of its rows are unusable, or prompt files and chat
-            template do not fit together.
+        DataError: the data cannot be read, too many rows are unusable, or prompt files and chat template do not fit.
     """
 
     def __init__(

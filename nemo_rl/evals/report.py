@@ -23,8 +23,7 @@ from nemo_rl.experience.trajectory import Outcome
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """Return the probability that at least one of k answers, drawn from n, is right.
 
-    The function computes the unbiased estimator `1 - C(n - c, k) / C(n, k)` of Chen et al. 2021 (arXiv 2107.03374,
-    equation 1).
+    It is the unbiased estimator `1 - C(n - c, k) / C(n, k)` of Chen et al. 2021 (arXiv 2107.03374, equation 1).
 
     Args:
         num_samples: n, the number of answers to the prompt.
@@ -139,7 +138,6 @@ def make_report(config: EvalMasterConfig, records: Sequence[AnswerRecord]) -> Ev
     """Compute all scores.
 
     Args:
-        config: the configuration of the evaluation.
         records: n answers of each prompt, grouped by prompt.
     """
     wanted, generation = config.eval, config.generation

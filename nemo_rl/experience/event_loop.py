@@ -209,8 +209,7 @@ class EventLoopThread:
         """Run a coroutine, and yield the items that it passes on while it runs.
 
         Args:
-            start: Function that makes the coroutine. The coroutine passes on an item by calling the function's argument
-                with it.
+            start: Makes the coroutine, which passes on an item by calling the function's argument with it.
             timeout_s: Time limit of the whole coroutine. If it is cancelled, its end is awaited for `CLEAN_UP_S`.
             describe: Function that describes the pending work. It is called at the deadline.
             num_expected: Number of items for the console. None if unknown.

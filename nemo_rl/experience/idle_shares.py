@@ -45,9 +45,8 @@ class IdleShares:
     def since_last_call(self) -> dict[str, float]:
         """Return the shares of the time since the last call, from 0 (always busy) to 1, to be logged under `idle/`.
 
-        `trainer` is the share of time that training waited for weights to be sent or for groups. `engines` is the mean,
-        over running engines, of the share of time without an open request. `environments` is the share of time without
-        an open environment step.
+        `trainer` is the share that training waited for weights to be sent or for groups; `engines` is the mean over
+        running engines of the share without an open request; `environments` is the share without an open step.
         """
         now, busy = time.perf_counter(), self.busy()
         since, before = self._last

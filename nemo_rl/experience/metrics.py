@@ -145,10 +145,9 @@ def _component_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 def validation_metrics(trajectories: Sequence[Trajectory], num_generations: int) -> dict[str, float]:
     """Compute the metrics of a validation.
 
-    `accuracy` is the mean reward. `pass_k` is the share of prompts that are solved at least once. An answer solves its
-    prompt if its reward is above 0. A sample whose grading failed counts as not solved in `pass_k` and is left out of
-    `accuracy`. `num_reward_errors` counts such samples. Penalties change neither `accuracy` nor `pass_k`. The metrics
-    of penalties are those of training.
+    `accuracy` is the mean reward. `pass_k` is the share of prompts solved at least once. An answer solves its prompt if
+    its reward is above 0. A sample whose grading failed counts as not solved in `pass_k` and is left out of `accuracy`.
+    `num_reward_errors` counts such samples. Penalties change neither of the two; their metrics are as in training.
     """
     rewards = [t.reward for t in trajectories if t.reward is not None]
     metrics = {

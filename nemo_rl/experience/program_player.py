@@ -51,7 +51,6 @@ class ProgramPlayer(Protocol):
             sample: The sample, which has only its prompt.
             section: Keys of the sample's environment.
             step_of: Method `step` of the sample's environment.
-            sampling: Sampling parameters of the run.
             seed_of: Function that makes the seeds of answers.
             trains: Whether the policy is trained on the sample.
 

@@ -29,8 +29,7 @@ from nemo_rl.models.generation.interfaces import (
 )
 
 _MOST_ROUNDS = 10
-"""Number of times that engines are asked for turns that have started meanwhile. A resumed run samples later turns
-again."""
+"""Times that engines are asked for turns that have started meanwhile. A resumed run samples later turns again."""
 
 
 @dataclass(eq=False)
@@ -165,7 +164,6 @@ async def states_of(
     """Return the samples of groups for a checkpoint, without interrupting them.
 
     Args:
-        generation: Engines that sample the responses.
         can_continue: Function that returns whether the episode of a sample can continue in another process.
 
     Returns:

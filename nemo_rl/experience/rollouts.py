@@ -46,10 +46,9 @@ _MANY_SAMPLES = 4096
 
 
 class Collection:
-    """Iterable of the groups of a collection, each as soon as it is finished.
+    """Iterable of the groups of a collection (a prompt's samples in order), each as soon as it is finished.
 
-    A group has the samples of one prompt in order. Environments may correct rewards after all groups are finished: in
-    place, before the iteration ends.
+    Environments may correct rewards after all groups are finished: in place, before the iteration ends.
 
     Args:
         groups: Generator that yields the groups and returns the metrics.
@@ -123,7 +122,6 @@ class RolloutRunner:
         Args:
             prompts: Collated `DatumSpec` rows.
             num_generations: Number of samples per prompt.
-            sampling: Sampling parameters.
             key: Key of the collection.
 
         Raises:
@@ -166,8 +164,7 @@ class RolloutRunner:
         Args:
             group: Coroutine that plays samples within a time limit, such as `play_group` or `play`.
             name: Name of the task in errors and logs.
-            through_updates: Whether the group continues while the engines get new weights. If so, `wait_for_groups`
-                does not wait for it.
+            through_updates: Whether the group continues while engines get new weights; `wait_for_groups` then skips it.
         """
         task = self._loop.start(group, name)
         if not through_updates:
@@ -260,7 +257,6 @@ class RolloutRunner:
             prompts: Collated `DatumSpec` rows.
             row: Index of the prompt among the rows, which is the group's index.
             num_generations: Number of samples.
-            sampling: Sampling parameters.
             key: Key of the collection.
             progress: Stored states from which samples continue. It is updated for `stored_samples`.
 

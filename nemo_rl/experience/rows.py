@@ -61,7 +61,6 @@ def rows_per_update(
 
     Args:
         trajectories: Samples of a step.
-        samples_per_update: Number of samples of each update.
         model: Section of the model that is trained, for errors.
 
     Returns:

@@ -160,9 +160,8 @@ class SampledTurn:
     def malformed(self) -> list[tuple[int, int]]:
         """First token and end of each tag that is out of place, as positions in the turn.
 
-        A tag is out of place if it opens thinking that is already open, closes thinking that is not open, or opens
-        thinking that is not closed in the turn. If thinking that was open before the turn is not closed, the turn's
-        last token is reported instead.
+        A tag is out of place if it opens thinking that is open, closes thinking that is not, or opens thinking that the
+        turn leaves open. If thinking from before the turn is not closed, the turn's last token is reported.
         """
         return self._structure.malformed
 
@@ -195,7 +194,6 @@ def sampled_turns(
     """Read the sampled turns of a sequence.
 
     Args:
-        reader: Reader that finds tags.
         token_ids: Tokens of the whole sequence.
         spans: First token and end of each turn.
     """

@@ -245,8 +245,7 @@ class Trajectory:
     def penalized_turn_rewards(self) -> list[float]:
         """Rewards of the turns, which sum to `penalized_reward`.
 
-        The amount that penalties subtract is divided equally over the offending turns, or subtracted from the last turn
-        if no offending turn is rewarded.
+        Penalties are shared equally by the offending turns, or taken from the last turn if none of these is rewarded.
         """
         if self.reward is None or not self.turn_rewards or not self.is_penalized:
             return list(self.turn_rewards)

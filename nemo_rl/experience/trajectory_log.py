@@ -60,10 +60,9 @@ def _in_one_line(trajectory: Trajectory) -> str:
 
 
 class TrajectoryLog:
-    """Writes trajectories below a folder.
+    """Writes trajectories below the run's log folder.
 
     Args:
-        folder: The run's log folder.
         enabled: `logger.save_trajectories`.
         shown: Shows answers on a terminal. If None, no answers are shown.
     """

@@ -81,8 +81,7 @@ def require_own(folder: Path, advice: str) -> Path:
         advice: last sentence of the error: what to do instead.
 
     Raises:
-        ConfigError: the folder is a link or no folder, belongs to another user, or others may write to it or replace
-            it.
+        ConfigError: it is a link or no folder, belongs to another user, or others may write to it or replace it.
     """
     folder = Path(os.path.realpath(folder.parent)) / folder.name
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -20,10 +20,9 @@ from nemo_rl.utils.errors import DeadlineExceededError
 
 @dataclass
 class Boundary[E: BaseException]:
-    """Context manager that catches exceptions of type `kind` and stores the exception.
+    """Context manager that catches and stores exceptions of type `kind`, and is true after the block if it caught one.
 
-    It is truthy after the block if an exception was caught. Convention: each use has a comment that explains why
-    exceptions of any type must be caught there.
+    Each use has a comment that explains why exceptions of any type must be caught there.
 
     with Boundary(Exception) as caught:  # the verifier may be the user's own code
         return verifier(answer)

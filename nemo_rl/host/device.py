@@ -43,8 +43,7 @@ class Device:
     def torch_device(self, local_rank: int = 0) -> torch.device:
         """Return the torch device of a rank.
 
-        `local_rank` is the index among the GPUs that the process sees. It is 0 in the policy's Ray workers, which see
-        their own GPU first.
+        `local_rank` indexes the GPUs that the process sees: 0 in the policy's Ray workers, which see their own first.
         """
         return torch.device("cuda", local_rank) if self.is_gpu else torch.device("cpu")
 

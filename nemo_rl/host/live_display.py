@@ -28,8 +28,7 @@ from nemo_rl.host.terminal import is_terminal
 
 _REDRAWS_PER_SECOND = 1
 _SPEED_OVER_S = 86400.0
-"""Seconds over which the speed is averaged to estimate the time left. With a short window, slow steps would have no
-estimate."""
+"""Seconds over which the speed is averaged to estimate the time left. With few, slow steps would have no estimate."""
 _NARROW = 60
 """Columns below which a bar shows only the time left."""
 

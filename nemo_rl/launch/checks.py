@@ -147,10 +147,7 @@ class RunCheck:
 
 
 def make_checks(config: RunConfig, moment: Moment, without: Collection[str] = ()) -> None:
-    """Make the checks of one moment of a run.
-
-    Args:
-        without: names of checks to skip, because a program passes the parts that they check.
+    """Make the checks of one moment of a run, except those named in `without`, whose parts a program passes.
 
     Raises:
         ConfigError: the run cannot start; raised by the first check that fails.

@@ -256,8 +256,7 @@ def _make_penalties(cfg: ClippedPGLossConfig, needs_reference: bool) -> dict[str
 def positive_nll(batch: PolicyBatch) -> Tensor:
     """`-log p` on answers with a positive reward, 0 on all others: imitation of right answers, VAPO, arXiv 2504.05118.
 
-    The paper divides the sum by the number of tokens of right answers. Here the sum is divided like the rest of the
-    loss.
+    The paper divides the sum by the tokens of right answers; here it is divided like the rest of the loss.
     """
     return -batch.logprobs_BT * batch.positive_BT
 

@@ -230,8 +230,7 @@ class DPOLossFn(PreferenceLossFn):
     reward = beta * sum_t (log p - log p_reference)
     loss = w_pref * pair_loss(reward_chosen, reward_rejected) + w_sft * NLL(chosen)
 
-    If the policy equals the reference, the sigmoid loss is ln 2. A variant may average over tokens and leave the
-    reference out, see `VARIANTS`.
+    With policy = reference, the sigmoid loss is ln 2. `VARIANTS` may average over tokens and leave the reference out.
 
     Args:
         cfg: Weights, beta and the name of the variant.

@@ -17,13 +17,11 @@ from nemo_rl.utils.errors import DataError
 
 SHARED_PREFIXES = "shared_prefixes"
 """Key of a microbatch for `[b, 2]` int64: the place of each row in the order of `Prefixes`, and the number of tokens
-that it shares with the row before it in this order. If the key is absent or all numbers are 0, the rows share nothing.
-"""
+that it shares with the row before it in that order. Without the key, or if all are 0, rows share nothing."""
 
 PROMPT_GROUPS = "prompt_groups"
-"""Key of a batch for `[B]` int64: numbers that are equal for the rows of one prompt, and -1 for filler rows. If the key
-is present, only rows of one prompt share tokens, so that the layout of a batch does not depend on where its tokens are
-stored."""
+"""Key of a batch for `[B]` int64: equal for the rows of one prompt, and -1 for filler rows. If it is present, only rows
+of one prompt share tokens, so that the layout of a batch does not depend on where its tokens are stored."""
 
 
 def column_of(prefixes: Prefixes, rows: Sequence[int]) -> Tensor:
@@ -87,10 +85,9 @@ class TokenBudget:
 class Packed:
     """Sequence packing: the rows of a microbatch are concatenated.
 
-    The length of each row is rounded up to `round_to`, and the sum of a microbatch is at most `capacity`. If rows share
-    tokens (`plan_prefixes`), a microbatch has at most `keys_per_token` x `capacity` attention keys. `keys_per_token` is
-    at least 2, or None for no limit. Microbatches are in the packer's order or, with `largest_first`, in the order of
-    decreasing length.
+    Row lengths are rounded up to `round_to`, and the sum of a microbatch is at most `capacity`. If rows share tokens
+    (`plan_prefixes`), it has at most `keys_per_token` x `capacity` attention keys. `keys_per_token` is at least 2, or
+    None for no limit. Microbatches are in the packer's order or, with `largest_first`, by decreasing length.
     """
 
     capacity: int

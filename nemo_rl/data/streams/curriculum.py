@@ -107,8 +107,7 @@ class Curriculum:
     def _by_accuracy(self, weights: Mapping[str, float], rule: AccuracyRuleConfig) -> dict[str, float]:
         """Multiply weights by the closeness of accuracies to the target, and give each at least `min_share`.
 
-        If no accuracy is close to the target, the weights do not change. A data set without an accuracy counts as
-        close.
+        If no accuracy is close to the target, weights do not change. A data set without accuracy counts as close.
         """
         farthest = max(rule.target, 1 - rule.target)
         recent = {name: self._recent[name].value for name in weights}

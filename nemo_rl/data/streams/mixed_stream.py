@@ -42,9 +42,6 @@ class Division:
     Each data set gets the integer part of its share of a batch. The remaining prompts go to the data sets that would
     otherwise be the first to be owed a whole prompt. This is the rule of the earliest deadline, as for periodic tasks
     on several processors (Baruah et al., "Proportionate progress", 1996).
-
-    Args:
-        names: names of the data sets.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -221,10 +218,9 @@ class MixedPromptStream:
     def metrics(self, rewards: GroupRewards) -> dict[str, float]:
         """See `Prompts.metrics`.
 
-        Each data set has `share/<name>` (its share of the step's prompts), `target_share/<name>` (the share before the
-        step, by the rule), `epochs/<name>` (the number of passes over its rows) and `recent_accuracy/<name>` (the
-        moving average before the step). If the step has rewards of the data set, it also has `accuracy/<name>` (the
-        share of solved samples) and `reward/<name>` (the mean reward).
+        Each data set has `share/<name>` (of the step's prompts), `target_share/<name>` (before the step, by the rule),
+        `epochs/<name>` (passes over its rows) and `recent_accuracy/<name>` (the moving average before the step). If the
+        step has rewards of it, it also has `accuracy/<name>` (share of solved samples) and `reward/<name>` (mean).
         """
         prompts: dict[str, int] = dict.fromkeys(self._data_sets, 0)
         samples: dict[str, list[float]] = defaultdict(list)

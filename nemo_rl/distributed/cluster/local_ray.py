@@ -1,10 +1,9 @@
 """Starts Ray on this machine for one run that has no cluster to join, without the parts that `optimizations.lean_ray`
 leaves out.
 
-Ray does not survive the death of its gcs_server or raylet. Ray reports such a death only after a minute, or reports the
-death of some worker instead, or ends the driver silently from C++. Therefore one thread waits for the end of each
-daemon and logs it immediately, and every long wait of the controller calls `check_local_ray` once a second to end the
-run in order.
+Ray does not survive the death of its gcs_server or raylet. It reports this only after a minute, or reports the death of
+some worker instead, or ends the driver silently from C++. So a thread waits for the end of each daemon and logs it
+immediately, and every long wait of the controller calls `check_local_ray` once a second to end the run in order.
 """
 
 import atexit

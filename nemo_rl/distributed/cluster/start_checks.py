@@ -1,7 +1,6 @@
 """Finds out within milliseconds, and without Ray, why a local Ray cannot start on this machine.
 
-The preflight of a run, `local_ray` and `nemo_rl doctor` use this module. Invariant: it starts no process and leaves no
-file.
+A run's preflight, `local_ray` and `nemo_rl doctor` use it. Invariant: it starts no process and leaves no file.
 """
 
 import os

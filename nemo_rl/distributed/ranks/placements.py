@@ -47,9 +47,8 @@ def computing_with(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator
 def whole(tensor: Tensor) -> Tensor:
     """Return the full tensor on every rank of its mesh, in a collective call for DTensors.
 
-    The tensor is gathered on the mesh's device axis by axis, outermost first: FSDP divides the parts that tensor
-    parallelism makes, so FSDP's pieces are joined first. (`full_tensor` does the same for such placements, but warns
-    every time.)
+    It is gathered on the mesh's device axis by axis, outermost first: FSDP divides the parts that tensor parallelism
+    makes, so FSDP's pieces are joined first. (`full_tensor` does the same for such placements, but always warns.)
     """
     if not isinstance(tensor, DTensor):
         return tensor

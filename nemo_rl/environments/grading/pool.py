@@ -1,18 +1,16 @@
 """Grade answers in a pool of processes that can be killed, with a deadline for each answer.
 
-The pool runs in the environment's actor. Invariant: `grade` returns one `Grade` for each answer, in order. If the
-grading of an answer raised, hung, or crashed its process repeatedly, its `Grade` has the reason as its error, never a
-reward of 0.
+The pool runs in the environment's actor. Invariant: `grade` returns one `Grade` per answer, in order. If grading an
+answer raised, hung, or crashed its process repeatedly, its `Grade` has the reason as error, never a reward of 0.
 
     grade() ──jobs──► queue ──► thread 1 ─pipe─► grading process 1
        ▲                   └──► thread n ─pipe─► grading process n      n <= num_workers
        └──futures──────────────────┘
 
-A thread owns its process and waits for each reply until the deadline; after that it kills the process and starts
-another. An answer whose process died goes back to the end of the queue, because the machine may have been short of
-memory. After three deaths the answer counts as their cause and gets an error. `grade` waits on futures and adds one
-thread at a time while jobs are queued. Every wait is bounded: by the answer deadline, the start deadline, or (idle
-threads) by `close`.
+A thread owns its process and waits for each reply until the deadline; then it kills the process and starts another. An
+answer whose process died goes back to the end of the queue, because the machine may have been short of memory. After
+three deaths the answer counts as their cause and gets an error. `grade` waits on futures and adds one thread at a time
+while jobs are queued. Every wait is bounded: by the answer or start deadline, or (idle threads) by `close`.
 """
 
 import contextlib
@@ -83,8 +81,7 @@ class GradingProcess:
 
         Raises:
             DeadlineExceededError: No reply came within `timeout_s`. The caller must kill this process.
-            WorkerDiedError: The process died, was stopped or sent an unreadable reply. The caller must kill this
-                process.
+            WorkerDiedError: The process died, was stopped or sent an unreadable reply. The caller must kill it.
         """
         request = json.dumps({"response": response, "ground_truth": ground_truth, "prompt": prompt}) + "\n"
         assert self._process.stdin is not None

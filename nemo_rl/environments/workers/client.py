@@ -49,8 +49,7 @@ logger = logging.getLogger(__name__)
 
 _DEATHS_BEFORE_SPLIT = 2
 _LATER_S = 10.0
-"""Time in seconds that the driver waits longer than the actor's own deadline. A coroutine that blocks can keep the
-actor from observing that deadline."""
+"""Seconds that the driver waits beyond the actor's own deadline, which the actor misses while a coroutine blocks."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,7 @@ class _Call:
     """A call of one of the actor's methods for one sample."""
 
     arguments: tuple[Any, ...]
-    """Arguments for this sample. The actor's method is batched: for each argument it takes a list with one entry per
-    sample."""
+    """Arguments for this sample. The actor's method takes a list of each, with one entry per sample."""
     failed: Callable[[str, bool], Any]
     """Function that makes the sample's result from the reason of a failure and whether the environment hung or died."""
 

@@ -28,9 +28,7 @@ class EnvironmentPool:
     """Several actors of one environment, with the methods of `EnvironmentClient`.
 
     Args:
-        clients: the clients, one for each actor.
-        max_open_episodes: largest number of episodes that are open at the same time, or None for no limit. Further
-            episodes wait until one is closed.
+        max_open_episodes: largest number of open episodes, or None for no limit. Others wait until one is closed.
     """
 
     def __init__(self, clients: Sequence[EnvironmentClient], max_open_episodes: int | None = None) -> None:

@@ -126,8 +126,7 @@ class RunnerEngines(EngineGroup):
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """See `GenerationInterface.generate`. Take the version of the engines' weights from the answer.
 
-        The driver sends the version only with new groups, but later turns need it to find the engine with the newest
-        prefix.
+        The driver sends it only with new groups, but later turns need it to find the engine with the newest prefix.
         """
         result = await super().generate(request)
         if result.served_by is not None:

@@ -1,9 +1,8 @@
 """Play games whose state is an object of another library, which cannot be stored and is restored by replaying actions.
 
-The metadata of an episode holds its seeds and actions. A game that is open in this process simply continues. After a
-restart, the game is opened again with the same seeds, and its actions are taken again. Invariant: the numbers that a
-game draws from the global generators of Python and NumPy depend only on the episode's seed and the number of the
-action.
+The metadata of an episode holds its seeds and actions. A game that is open in this process continues. After a restart,
+the game is opened again with the same seeds, and its actions are taken again. Invariant: the numbers that a game draws
+from the global generators of Python and NumPy depend only on the episode's seed and the number of the action.
 """
 
 import random

@@ -6,8 +6,7 @@ A turn is one of three:
     is the last one and has tests                    its program is graded, the reward is the share of tests passed
     has neither code nor tests                       the episode ends with a reward of 0
 
-Invariant: a reward always comes from tests that ran. A program that could not be run inside the sandbox is an error of
-its sample.
+Invariant: rewards always come from tests that ran. A program that could not run in the sandbox is its sample's error.
 """
 
 import asyncio
@@ -121,8 +120,7 @@ class CodeEnvironment(EnvironmentInterface[CodeEnvMetadata]):
     ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
         """Compute metrics over B rollouts without changing their rewards.
 
-        `accuracy` is the share of samples that pass all tests, and `ended_by_<limit>` the share whose program exceeded
-        this limit.
+        `accuracy` is the share of samples that pass all tests, and `ended_by_<limit>` of those that exceed this limit.
         """
         verdicts = [item.get("verdict") or (0, 1, str(End.EXITED)) for item in batch["extra_env_info"]]
         right = torch.tensor([passed == total for passed, total, _ in verdicts], dtype=torch.float32)

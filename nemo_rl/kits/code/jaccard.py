@@ -31,8 +31,7 @@ class CodeJaccardEnvironmentMetadata(TypedDict):
 def jaccard_similarity(one: str, other: str) -> float:
     r"""Return |A ∩ B| / |A ∪ B| of the sets A and B of words and punctuation characters, or 1.0 for two empty texts.
 
-    The index is defined in Jaccard, "The distribution of the flora in the alpine zone", New Phytologist 11 (1912),
-    37-50.
+    Source: Jaccard, "The distribution of the flora in the alpine zone", New Phytologist 11 (1912), 37-50.
     """
     ours, theirs = set(_TOKEN.findall(one)), set(_TOKEN.findall(other))
     return len(ours & theirs) / len(ours | theirs) if ours or theirs else 1.0

@@ -92,8 +92,7 @@ class JudgePrompts:
 
         Args:
             conversation: messages with `role` and `content`, of which the last one is the answer.
-            metadata: metadata of the sample. `ground_truth` is the reference answer, and other keys are fields of the
-                template.
+            metadata: metadata of the sample. `ground_truth` is the reference answer, other keys are template fields.
 
         Raises:
             DataError: the template has a field that the sample does not have, or a part of a message is not text.
@@ -184,10 +183,8 @@ def read_reward(config: LLMJudgeConfig, text: str, answer_is_b: bool = False, qu
 
     Args:
         config: the section `env.llm_judge`.
-        text: what the judge wrote.
         answer_is_b: whether the sample's answer was answer B, for mode=pairwise.
-        quotable: texts that the judge may quote. A verdict that also occurs in them counts only in the judge's last
-            line.
+        quotable: texts that the judge may quote. A verdict in them counts only in the judge's last line.
 
     Raises:
         JudgeError: the text states no verdict, or a score out of range.

@@ -1,8 +1,7 @@
 """Run an isolated tool for one episode. The process reads calls and writes outputs as JSON lines.
 
-`isolated` starts this process as `python -m nemo_rl.kits.tools.tool_process PARENT_PID`. Invariant: the process ends
-when its parent ends, it answers each request with one line, and nothing that a tool prints reaches the protocol or a
-log.
+`isolated` starts it as `python -m nemo_rl.kits.tools.tool_process PARENT_PID`. Invariant: the process ends when its
+parent ends, it answers each request with one line, and nothing that a tool prints reaches the protocol or a log.
 
     first request  {"name": str, "kwargs": {}, "metadata": any, "max_bytes": int, "memory_limit_mb": int}
     reply          {"ready": true} | {"error": str}

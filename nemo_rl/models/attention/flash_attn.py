@@ -136,11 +136,10 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scoring:
 class _WithSinks(torch.autograd.Function):
     """Attention with one extra key per head, which has the score `sink` and no value.
 
-    With `L = logsumexp(scores)` and `L' = logaddexp(L, sink)` the output is `out' = out * exp(L - L')`. The backward
-    pass of torch's kernel ignores a gradient of `L`, so autograd cannot differentiate the rescaling. The backward
-    kernel recomputes the weights `exp(score - L')` and the row sums `D = grad . out'` from the output and the
-    log-sum-exp that are passed to it, which here are `out'` and `L'`. The gradient of the sink is
-    `-sum_t exp(sink - L'_t) D_t`.
+    With `L = logsumexp(scores)` and `L' = logaddexp(L, sink)` the output is `out' = out * exp(L - L')`. Torch's
+    backward kernel ignores a gradient of `L`, so autograd cannot differentiate the rescaling. It recomputes the weights
+    `exp(score - L')` and the row sums `D = grad . out'` from the output and log-sum-exp that it is given, here `out'`
+    and `L'`. The gradient of the sink is `-sum_t exp(sink - L'_t) D_t`.
     """
 
     @staticmethod

@@ -48,10 +48,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scori
 
 
 def _run_by_run(runs: Sequence[PieceRun], query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> list[Tensor]:
-    """Compute adjacent pieces of the same size in one call.
-
-    This gives the same bits as a call for each piece, in three quarters of the time.
-    """
+    """Compute adjacent pieces of one size in one call, which gives the same bits in three quarters of the time."""
     queries = query.split([run.queries * run.pieces for run in runs], dim=2)
     keys, values = (tensor.split([run.keys * run.pieces for run in runs], dim=2) for tensor in (key, value))
     return [
@@ -157,7 +154,6 @@ class CachedPass:
         """Store a layer's new keys and values in the cache, and compute the attention of the new tokens.
 
         Args:
-            layer_number: number of the layer.
             query: `[T, 1, H, D]`.
             key: `[T, 1, H_kv, D]`.
             value: `[T, 1, H_kv, D_v]`.

@@ -54,8 +54,7 @@ def keys_per_token(policy: PolicyConfig, rows_per_prompt: int) -> int:
     If every sequence has a different prompt, sequences share at most a system prompt, which is assumed to be short.
 
     Args:
-        rows_per_prompt: number of sequences of a batch that begin with the same prompt, including branches of a
-            session.
+        rows_per_prompt: sequences of a batch that begin with the same prompt, including a session's branches.
     """
     packing, section = policy.sequence_packing, policy.backend_section
     shares = packing.enabled and packing.share_prompts and policy.backend_key == "dtensor_cfg"
@@ -85,8 +84,6 @@ def microbatches_in_flight(stage: int, stages: int, chunks: int) -> float:
     Narayanan et al. 2021 (arXiv:2104.04473).
 
     Args:
-        stage: index of the stage.
-        stages: number of stages.
         chunks: number of chunks of layers of each stage; above 1 the schedule is interleaved.
     """
     ahead = stages - stage
@@ -145,8 +142,7 @@ def _gib(size: float) -> str:
 
 
 _BATCHED_TOKENS, _SEQUENCES = 16384, 1024
-"""Largest numbers of tokens and sequences in one step of vLLM on devices of at least 70 GiB
-(`EngineArgs.get_batch_defaults`)."""
+"""Most tokens and sequences in a step of vLLM on devices of at least 70 GiB (`EngineArgs.get_batch_defaults`)."""
 _WITHOUT_CACHE = ("linear_attention", "conv", "mamba")
 
 
@@ -191,10 +187,7 @@ def engine_memory(
 
 
 def cached_numbers(text: Any, tensor: int) -> float:
-    """Return how many numbers a rank caches for each token.
-
-    In each layer, these are the keys and values of the rank's heads, or the latent of latent attention.
-    """
+    """Return how many numbers a rank caches per token: in each layer, keys and values of its heads, or one latent."""
     kinds = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers
     layers = sum(not kind.startswith(_WITHOUT_CACHE) for kind in kinds)
     if getattr(text, "kv_lora_rank", None):  # latent attention has one vector for all heads, so every rank caches it

@@ -134,7 +134,6 @@ def trace_model(
 
     Args:
         tokens: number of tokens of a microbatch.
-        dtype: dtype in which the model computes.
         scores: whether the model has a scalar head.
         kept_operators: names of the operators whose outputs selective checkpointing keeps, for `Activations.kept`.
     """
@@ -372,11 +371,7 @@ class RankMemory(ABC):
 
     @classmethod
     def predict(cls, policy: PolicyConfig, layout: ParallelLayout, model: PretrainedConfig, work: Work) -> MemoryPlan:
-        """Return the memory plan of the rank that needs the most memory.
-
-        Args:
-            model: configuration of the whole model.
-        """
+        """Return the memory plan of the rank that needs the most memory, for the whole model's configuration."""
         tokens, dtype = ceil(work.tokens / layout.cp), torch_dtype(policy.precision)
         scores = policy.reward_model_cfg.enabled
         trace = trace_model(model, tokens, dtype, scores=scores, kept_operators=cls.kept_operators)

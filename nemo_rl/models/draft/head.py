@@ -113,8 +113,7 @@ class DraftHead(nn.Module):
     """The draft model, without the policy's embedding and without a loss (see the module docstring)."""
 
     d2t: Tensor | None
-    """`[draft_vocab_size]` int64: for each token that can be proposed, the policy's id minus the draft model's id. None
-    if the draft model can propose all tokens."""
+    """`[draft_vocab_size]` int64: policy's id minus own id of each token that can be proposed. None if all can be."""
 
     def __init__(self, shape: DraftShape) -> None:
         super().__init__()

@@ -191,10 +191,9 @@ class DraftRows:
 
 
 class DraftModel(nn.Module):
-    """A draft model whose forward computes the loss, so that FSDP2 gathers its weights for the loss too.
+    """Draft model `head` whose forward computes the loss, so that FSDP2 gathers its weights for the loss too.
 
     Args:
-        head: the draft model without its loss.
         chunk_size: number of positions whose logits are in memory at a time; None takes a default for the device.
     """
 
@@ -234,7 +233,6 @@ class DraftTrainer:
         taps: hooks on the policy.
         optimizer: optimizer of the draft model's parameters; it gets the policy's learning rate.
         max_grad_norm: norm to which the draft model's gradient is clipped; None for no clipping.
-        loss_weight: factor of the loss.
         groups: groups of ranks with different tokens, over which sums are reduced one group after another.
     """
 
@@ -360,13 +358,11 @@ def build_draft_model(
 ) -> DraftModel:
     """Build the draft model of a policy section in a collective call.
 
-    FSDP2 shards the draft model separately from the policy, because the backward pass of the draft model runs inside
-    the policy's forward pass.
+    FSDP2 shards it separately from the policy, because its backward pass runs inside the policy's forward pass.
 
     Args:
         mesh: the ranks with different tokens, which shard the weights.
         dtype: dtype of the forward and backward pass; the weights are float32.
-        device: device on which the draft model computes.
         seed: run seed, for the weights of a new draft model.
     """
     head = DraftHead(shape_of(config))

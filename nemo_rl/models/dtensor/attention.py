@@ -157,9 +157,7 @@ def logits(model: PreTrainedModel, model_inputs: dict[str, Any]) -> Tensor:
 def use_registered_attention(
     model: PreTrainedModel, *, packed: bool, divided: bool, forward: Forward = logits
 ) -> PreTrainedModel:
-    """Set the registered attention on a model if its outputs equal those of the model's own attention.
-
-    If they differ, the model keeps its own attention, unless packing or division needs the registered one.
+    """Set the registered attention on a model if its outputs equal those of the model's own, which stays otherwise.
 
     Args:
         model: the unsharded model with its real weights.

@@ -1,10 +1,8 @@
 """Context parallelism: the ranks of a group divide the tokens of each row.
 
-Only attention combines tokens, so each rank runs the model on its own tokens. Attention sees the whole row, by one of
-two methods:
+Only attention combines tokens, so a rank runs the rest on its own tokens. Attention sees whole rows, by two methods:
 
-* `all_gather`: each rank gathers the keys and values of all ranks, and computes attention for its own queries. The
-  number of heads can be any.
+* `all_gather`: each rank gathers all keys and values, and attends with its own queries. Allows any number of heads.
 * `ulysses`: the ranks exchange tokens for heads (Jacobs et al. 2023, arXiv:2309.14509), and each rank computes
   attention for all tokens in its share of the heads.
 
@@ -221,8 +219,7 @@ class _GatheredRow:
 class _ExchangedRow:
     """The `DividedRow` of `ulysses`: all tokens, with this rank's heads only.
 
-    If the number of key heads is no multiple of the number of ranks, key heads are repeated. The result is the same,
-    because several query heads share a key head.
+    Key heads are repeated if ranks do not divide their number. This changes nothing, as query heads share them.
     """
 
     def __init__(self, chunks: Chunks, group: dist.ProcessGroup) -> None:

@@ -2,8 +2,7 @@
 
 In transformers, one module holds all experts of a layer in fused parameters `[E, ...]` and is called as
 `experts(hidden [N, D], top_k_index [N, k], top_k_weights [N, k])`. Each rank keeps `E / ranks` experts, and runs the
-forward of the model's own module on them (its activation, limits, biases and grouped matrix products). There are two
-ways:
+model's own forward on them (its activation, limits, biases and grouped matrix products). There are two ways:
 
     divide_over_tensor_ranks    every rank has all tokens; it sums the outputs of its own experts
     dispatch_over_expert_ranks  every rank has different tokens; each token goes to the ranks of its experts, and back
@@ -92,8 +91,7 @@ def divide_over_tensor_ranks(experts: nn.Module, mesh: DeviceMesh) -> None:
     """Keep this rank's experts, and make the rank compute what they add to the outputs of all tokens.
 
     Use this for the MLP block of a decoder layer under tensor parallelism. Input and routing are equal on all ranks.
-    The block's output is the sum of the ranks' outputs, and the gradients of hidden states and routing weights are sums
-    over the ranks too.
+    The block's output is the sum over the ranks, and so are the gradients of hidden states and routing weights.
 
     Args:
         experts: a module from `find_experts`; parameters may be on the meta device.
@@ -123,10 +121,9 @@ def dispatch_over_expert_ranks(experts: nn.Module, mesh: DeviceMesh) -> None:
 def divide_tokens(block: nn.Module, group: dist.ProcessGroup) -> None:
     """Make each tensor-parallel rank run a block on its part of the sequence only.
 
-    This is for a block whose experts are dispatched; other blocks are divided by `tensor_parallel` instead. The block's
-    input and output `[b, T, D]` and their gradients are equal on all ranks. Inside, each rank runs the whole router and
-    shared experts on its own tokens, so their gradients must be summed over the ranks. Do not use it with sequence
-    parallelism, which has already divided the tokens.
+    For a block whose experts are dispatched (`tensor_parallel` divides others). Its input and output `[b, T, D]` and
+    their gradients are equal on all ranks. Inside, each rank runs the router and shared experts on its own tokens, so
+    their gradients must be summed over ranks. Not for sequence parallelism, which already divides tokens.
 
     Args:
         block: takes and returns hidden states, or a tuple that begins with them.

@@ -223,8 +223,7 @@ class CausalLMWithLogprobs(ShardableModel):
     ) -> tuple[Tensor, Tensor]:
         """Score the body's hidden states `[b, T, D]`, or `[b, T / tp, D]` with sequence parallelism.
 
-        Each tensor-parallel rank's part of the head gives a part of the gradient of the hidden states. The backward
-        pass sums these parts.
+        Each rank's part of the head gives a part of the hidden states' gradient. The backward pass sums these parts.
         """
         assert self.transform is not None
         hidden_KD = self.whole_rows(hidden, partial_gradient=True).flatten(0, 1).index_select(0, positions_K)

@@ -76,8 +76,7 @@ def check_mesh(
 def needs_proof(layout: ParallelLayout, model: PretrainedConfig) -> bool:
     """Return whether a mesh must be tested on a small model before a run.
 
-    This is so if a rank holds only a part of the model or of a row, or if rotary frequencies may depend on the longest
-    row of a batch.
+    It must if ranks hold parts of the model or of rows, or rotary frequencies may depend on a batch's longest row.
     """
     divided = layout.num_ranks > layout.data_parallel_size or layout.ep > 1
     return divided or "dynamic" in str(getattr(model.get_text_config(), "rope_parameters", None))
@@ -232,8 +231,7 @@ class DTensorRank(RankMemory):
     def _gathered_at_once(self, root: float) -> float:
         """Return the bytes of weights that are gathered at the same time.
 
-        These are `root` elements outside of the layers, and those of a few layers, or of all layers if they stay
-        gathered.
+        These are `root` elements outside the layers, and those of a few layers, or of all if they stay gathered.
         """
         if not self._uses_fsdp:
             return 0.0

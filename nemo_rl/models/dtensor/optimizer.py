@@ -204,13 +204,11 @@ def hyperparameters_now(
 ) -> list[dict[str, Any]]:
     """Return the hyperparameters that each parameter group would have if the whole run had used these settings.
 
-    The function advances the new schedule to the step of the saved one, because a schedule depends only on the number
-    of steps.
+    It advances the new schedule to the step of the saved one: a schedule depends only on the number of steps.
 
     Args:
         optimizer: the optimizer built from the settings, before it loads a state.
         scheduler: the schedule of this optimizer, before its first step.
-        settings: settings of this run.
         saved: state of the `scheduler` and `settings` of the run to resume; each may be None.
 
     Returns:

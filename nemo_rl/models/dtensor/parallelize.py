@@ -82,7 +82,6 @@ def wants_compiled(asked: bool | None, hf: PreTrainedModel, device: torch.device
 
     Args:
         asked: value of the configuration's key; None takes `COMPILES_ON_GPUS` if model and settings allow compilation.
-        device: device on which the model computes.
         fits: whether the other settings allow compilation.
     """
     if asked is not None:
@@ -95,7 +94,6 @@ def compile_layers(hf: PreTrainedModel, device: torch.device) -> None:
 
     Args:
         hf: the model, whose layers are divided among tensor-parallel ranks but not yet sharded by FSDP2.
-        device: device on which the layers compute.
 
     Raises:
         ConfigError: the model has experts, or no compiler for the device is installed.
@@ -155,9 +153,8 @@ KEPT_OPERATORS = frozenset(
         *("torch_attn::_varlen_attn", "flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward"),
     )
 )
-"""Operators whose outputs selective checkpointing keeps: the matrix products and every attention kernel that
-`dtensor.attention` may call. Matrix products of eager attention are not kept, because their outputs grow with the
-square of the length."""
+"""Operators whose outputs selective checkpointing keeps: matrix products and every attention kernel that
+`dtensor.attention` may call, but not matrix products of eager attention, which grow with the square of the length."""
 
 
 class ShardableModel(nn.Module):

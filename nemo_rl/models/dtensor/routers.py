@@ -109,7 +109,6 @@ class ExpertBalance:
     Args:
         hf: a model with experts, before they are divided among ranks.
         coefficient: result of `auxiliary_coefficient`.
-        device: device on which the model computes.
         tensor: mesh of the tensor-parallel ranks, which may divide the tokens of a block.
     """
 
@@ -274,7 +273,6 @@ class ReplayedRouters:
 
     Args:
         hf: a model with experts, before layers or experts are divided among ranks.
-        device: device on which the model computes.
         tensor: mesh of the tensor-parallel ranks, which may divide the tokens of a block.
 
     Raises:
@@ -363,10 +361,7 @@ def _experts_of_a_token(hf: PreTrainedModel) -> int:
 
 @torch.no_grad()
 def _can_replay(router: nn.Module, number: int, of_token: int) -> bool:
-    """Return whether a router can be made to choose given experts and gives them weights other than 0.
-
-    The test uses a copy of the router with random weights.
-    """
+    """Return whether a copy of a router with random weights can be made to choose given experts with weights not 0."""
     tried = copy.deepcopy(router).to_empty(device="cpu").float().eval()
     generator = torch.Generator().manual_seed(0)
     for tensor in [*tried.parameters(), *tried.buffers()]:

@@ -11,11 +11,10 @@ parallelism the residual stream is divided along the sequence: `enter` gathers i
 Modules that no plan names (linear attention, convolutions) stay whole on every rank, outside of blocks. With sequence
 parallelism such a module gets all tokens, because it may mix them, and each rank keeps the outputs of its own tokens.
 
-Invariant: the gradients of undivided parameters inside a block are partial, which means that they are summed over the
-ranks. Such parameters are per-head norms, MLA's down-projections, routers, and A of an adapter on a column layer. So no
-architecture needs special styles. Outside of blocks every rank computes the same, and gradients are whole. With
-sequence parallelism ranks compute different tokens, and gradients in the body are partial outside of blocks as well.
-A scoring head gets whole rows on every rank.
+Invariant: inside a block, the gradients of undivided parameters (per-head norms, MLA's down-projections, routers, A of
+an adapter on a column layer) are partial, and are summed over the ranks. So no architecture needs special styles.
+Outside of blocks every rank computes the same, and gradients are whole. With sequence parallelism ranks compute
+different tokens, and gradients in the body are partial there too. A scoring head gets whole rows on every rank.
 
 Source: Megatron-LM (arXiv:1909.08053), sequence parallelism (arXiv:2205.05198).
 """
@@ -182,8 +181,7 @@ def _run_between(
 ) -> Any:
     """Run a forward with `enter` applied to its input hidden states, and `leave` to its output hidden states.
 
-    The input is the first argument or the keyword argument `hidden_states`. The output is the returned value or its
-    first item.
+    The input is the first argument or `hidden_states`, and the output is the returned value or its first item.
     """
     if args:
         args = (enter(args[0]), *args[1:])

@@ -38,8 +38,7 @@ class VllmGeneration:
 
     Args:
         cluster: Cluster on which the engines run, one worker on each bundle.
-        config: The section `policy.generation` with `model_name`. `backend` chooses the engine, despite the name of
-            this class.
+        config: Section `policy.generation` with `model_name`. `backend` chooses the engine, despite the class name.
         name_prefix: Has no effect, because processes are named after the engine.
         workers_per_node: Must be None, because the bundles decide.
         seed: Seed of the sampling; each call derives other seeds from it.

@@ -5,9 +5,8 @@
        ▲                                               │
        └── the cache is full: the newest row waits ◄───┘
 
-Rows that begin with the same tokens share the cached keys and values of these tokens. Orca (Yu et al. 2022) describes
-the schedule, and vLLM (Kwon et al. 2023, arXiv:2309.06180) the preemption of the newest row, which later reads its
-tokens again.
+Rows that begin with the same tokens share their cached keys and values. Orca (Yu et al. 2022) describes the schedule,
+and vLLM (Kwon et al. 2023, arXiv:2309.06180) the preemption of the newest row, which later reads its tokens again.
 
 `TokenCache` assigns each token of a row its own place in the key-value cache, so no place is lost to padding or blocks.
 If a new row begins like a row that runs or has ended, it uses the same places for the common tokens, and does not read

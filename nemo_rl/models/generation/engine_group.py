@@ -79,8 +79,7 @@ class EngineGroup(GenerationInterface):
         workers: Group of all `GenerationWorker`s.
         setup_timeout_s: Time limit for the start of an engine, in seconds.
         max_restarts: Number of dead engines that the run replaces.
-        turn_timeout_s: Time limit for waiting for another thread in `exclusively`, in seconds. If None,
-            `setup_timeout_s`.
+        turn_timeout_s: Seconds to wait for another thread in `exclusively`. If None, `setup_timeout_s`.
         workers_per_engine: See `EngineSettings.num_workers`. It is also an attribute.
         silence_s: Seconds that an engine with open requests may be silent.
         num_engines_file: File with the number of engines, see `members`. If None, all engines run.

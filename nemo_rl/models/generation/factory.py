@@ -37,8 +37,7 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
     """Build the settings of the engine that `policy.generation` describes.
 
     Args:
-        load_weights: Whether the engine loads the checkpoint at the start (evaluation). In training, weights are synced
-            instead.
+        load_weights: Whether to load the checkpoint at the start (evaluation); in training, weights are synced.
 
     Raises:
         ConfigError: `policy.generation` is missing.
@@ -196,9 +195,7 @@ def make_engines(
     """Start one worker on every bundle, and block until all engines are built.
 
     Args:
-        settings: Settings of each engine.
-        where: The bundles. The workers of an engine are on one machine, or take whole machines
-            (`config.rules.engines`).
+        where: The bundles. An engine's workers are on one machine or take whole ones (`config.rules.engines`).
         cluster: Section with time limits and restarts.
         num_engines_file: Value of `policy.generation.num_engines_file`.
         name_prefix: Beginning of the names of the workers. If None, the backend.

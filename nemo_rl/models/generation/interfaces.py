@@ -63,9 +63,8 @@ class SamplingParams:
     grammar: Grammar | None = None
     """Required form of the response, or None. Only engines with `accepts_grammars` get one."""
     scores_policy: bool = True
-    """Whether the log-probabilities of a response with a grammar are those of the policy: without the grammar, at
-    temperature 1 and without any filter. Training needs these. If false, they are those of the distribution that was
-    drawn from."""
+    """Whether log-probabilities of a response with a grammar are the policy's, without the grammar, at temperature 1
+    and unfiltered, which training needs. If false, they are those of the distribution that was drawn from."""
 
     @property
     def draws_from_policy(self) -> bool:
@@ -306,10 +305,9 @@ class Engine(Protocol):
     way, only a class with `accepts_grammars = True` gets requests with `SamplingParams.grammar`, and only a class with
     `reports_experts = True` is asked for experts (`EngineSettings.reports_experts`).
 
-    A class may have a method `take_load() -> EngineLoad | None`. It may also have a coroutine function
+    A class may have a method `take_load() -> EngineLoad | None`, and a coroutine function
     `responses_so_far(ids) -> dict[str, ResponseSoFar]`, which returns the tokens sampled so far by those of the
-    requests that run, and lets the requests continue. Without this function, a resumed run samples responses that were
-    unfinished in a checkpoint from their start.
+    requests that run, and lets them continue. Without it, a resumed run restarts a checkpoint's unfinished responses.
     """
 
     def generate(self, request_id: str, request: GenerationRequest) -> Awaitable[GenerationResult]:
@@ -374,9 +372,7 @@ class GenerationInterface(ABC):
 
     @abstractmethod
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """Continue one prompt. Calls may be concurrent.
-
-        If a call is cancelled, its request is aborted in the engine.
+        """Continue one prompt, also in concurrent calls, and abort its request in the engine if the call is cancelled.
 
         Raises:
             GenerationError: The engine refused the request (too long, unknown token ids).
@@ -426,10 +422,8 @@ class GenerationInterface(ABC):
 
 
 class GenerationDatumSpec(TypedDict):
-    """Batch of prompts.
-
-    `input_ids [B, T]` int64, right-padded; `input_lengths [B]`; `stop_strings`; and optionally `row_inputs`, a list of
-    B `RowInputs`.
+    """Batch of prompts: `input_ids [B, T]` int64 right-padded, `input_lengths [B]`, `stop_strings`, and optionally
+    `row_inputs` (list of B `RowInputs`).
     """
 
     input_ids: torch.Tensor

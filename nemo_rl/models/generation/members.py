@@ -147,7 +147,6 @@ async def responses_so_far(
     again. A response that the engine has already finished is waited for.
 
     Args:
-        member: The engine.
         requests: Requests by the `id()` of the object. Requests of other engines are left out.
         ask: Function that calls `responses_so_far` of the engine's first worker.
         limit_s: Time limit for the engine's answer, in seconds.
@@ -180,7 +179,6 @@ def choose(members: Sequence[Member], prefix_at: ServedBy | None, weight_version
 
     Args:
         prefix_at: The engine that wrote the previous turn.
-        weight_version: Version of the current weights.
     """
     members = [member for member in members if not (member.is_leaving or member.is_away)]
     known = [member.speed.seconds_per_token for member in members]
@@ -228,8 +226,7 @@ class Replacements:
         Args:
             member: The dead engine.
             reason: Description of the failure.
-            check: Function that is called before a repetition. It raises an error if the engines are not needed any
-                more.
+            check: Called before a repetition. It raises an error if the engines are not needed any more.
 
         Raises:
             WorkerDiedError: The run's restarts are used up, or the engine died at each of `_MOST_STARTS` starts.

@@ -48,8 +48,7 @@ from nemo_rl.models.generation.interfaces import EngineSettings, GenerationReque
 from nemo_rl.utils.errors import GenerationError
 
 _TIMEOUT = timedelta(minutes=30)
-"""Time limit for the processes to meet. It is longer than every deadline for starting engines, because a process that
-does not come has usually died."""
+"""Time limit for processes to meet: longer than every start deadline, because a missing process has usually died."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,6 @@ class Link:
     """One end of the socket between place 0 and a rank.
 
     Args:
-        connection: connection to the other end.
         other: name of the process at the other end, for messages.
     """
 
@@ -237,8 +235,7 @@ class Link:
         """Wait for the oldest pending answer.
 
         Raises:
-            RuntimeError: A call failed. vLLM does not read all answers, so this may be an earlier call than the awaited
-                one.
+            RuntimeError: This call failed, or an earlier one whose answer vLLM did not read.
         """
         outcome: CallOutcome = self.receive()
         answer = self._due.popleft() if self._due else None
@@ -282,13 +279,7 @@ def open_links(meeting: Meeting, name: str, places: Sequence[int]) -> list[Link]
 
 
 def open_link(meeting: Meeting, name: str, to: int) -> Link:
-    """Connect to the process that calls `open_links` with the same name.
-
-    Args:
-        meeting: the processes of the engine.
-        name: name of the link.
-        to: number of that process, for messages.
-    """
+    """Connect to the process that calls `open_links` with the same name. `to` is its number, for messages."""
     address, key = json.loads(meeting.store.get(name))
     connection = _dial(address, bytes.fromhex(key))
     connection.send(meeting.place)

@@ -1,9 +1,8 @@
 """Run the tests of a solution that runs in another program.
 
-The program is started as `main.py INCOMING OUTGOING VERDICT` in a folder with `tests.json`. Names that neither the
-tests nor Python define are looked up in the solution. After each check, the program writes its counts into the file
-VERDICT, to which the solution's program has no access. Invariant: the solution's program can reach only the objects of
-this program that a test gives to it.
+It is started as `main.py INCOMING OUTGOING VERDICT` in a folder with `tests.json`. Names that neither the tests nor
+Python define are looked up in the solution. After each check, counts are written into the file VERDICT, which the
+solution's program cannot access. Invariant: it reaches only those objects of this program that a test gives to it.
 """
 
 import ast
@@ -44,8 +43,7 @@ class Solution(Peer):
         """Return the result of a special method of the solution's object.
 
         A result counts if the object compares or combines itself with another object of the solution. A result with
-        plain data, such as that the object equals 9, does not count. A comparison that also holds with a random text
-        does not count either.
+        plain data, such as equality with 9, does not count, nor does a comparison that also holds with a random text.
         """
         other = arguments[0] if arguments else None
         base = object.__getattribute__(remote, "_remote_base")

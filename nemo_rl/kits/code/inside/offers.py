@@ -64,10 +64,7 @@ _kept: dict[int, tuple[Iterator[Any], Exception]] = {}
 
 
 def _batch(iterator: Iterator[Any], most: int) -> tuple[list[Any], bool]:
-    """Return up to `most` next items of an iterator, and whether the iterator has ended.
-
-    An error after the first item is raised by the next call, so that no item is lost.
-    """
+    """Return up to `most` items and whether the iterator ended, and keep an error after an item for the next call."""
     if id(iterator) in _kept:
         raise _kept.pop(id(iterator))[1]
     items: list[Any] = []

@@ -1,9 +1,8 @@
 """Describe and read the blocks of the weights that this rank holds, as tensors of a hub checkpoint.
 
-Most weights are not gathered. FSDP, tensor and expert parallelism each leave a block of a weight on a rank. A tensor of
-a hub checkpoint is also a block of a weight, for example one expert of a fused weight. The intersection of the two
-blocks is read. A weight is gathered on the ranks of its mesh only if its conversion to hub tensors needs several
-weights or moves single elements.
+Most weights are not gathered. FSDP, tensor and expert parallelism each leave a block of a weight on a rank. A hub
+tensor is also a block of a weight, for example one expert of a fused weight. The intersection of the two is read. A
+weight is gathered on the ranks of its mesh only if its conversion needs several weights or moves single elements.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -77,8 +76,7 @@ def _blocks(
 ) -> Iterator[Readable]:
     """Yield the hub tensors that are blocks of a weight and of which this rank holds a part.
 
-    A rank that holds nothing of the weight yields all of these tensors without blocks, because reading a tensor may be
-    collective.
+    A rank that holds nothing of the weight yields them all without blocks, because reading one may be collective.
     """
     place = block_here(tensor)
     empty = torch.empty(place.shape, device="meta")

@@ -4,9 +4,8 @@ All ranks together write this layout (W = weights folder):
 
     W/model/model-*.safetensors, model.safetensors.index.json, config.json   names and shapes as on the hub
 
-Invariant: a load restores every bit that a save wrote, on any number of ranks. If one rank cannot write, all ranks
-raise an error, so that no rank waits for another and training can continue. Folders are on storage that every rank
-sees. The caller makes writing atomic.
+Invariant: a load restores every bit that a save wrote, on any number of ranks. If one rank cannot write, all raise, so
+that none waits for another and training can continue. All ranks must see the folders. The caller makes writing atomic.
 """
 
 import shutil

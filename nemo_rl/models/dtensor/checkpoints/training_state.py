@@ -46,11 +46,9 @@ def prepare_training_state(
     path: Path,
     keep: Keep = as_it_is,
 ) -> Write:
-    """Prepare to write optimizer, schedule and each rank's random-number state.
+    """Prepare to write optimizer, schedule and each rank's random-number state to `path`, the module docstring's O.
 
     Args:
-        hf: the model, sharded or not.
-        path: the O of the module docstring.
         keep: applied to every tensor that will be written.
 
     Returns:

@@ -5,8 +5,7 @@ it has imported the same modules as its parent, and reads the parent's tensors w
 own process group or is in its parent's, and computes on one thread, because the other threads of OpenMP do not survive
 a fork. It writes nothing to the terminal, and exits when its parent exits.
 
-Invariant: after `answers` returns or raises, no child runs any more, and with `own_group` no process that a child
-started.
+Invariant: after `answers` returns or raises, no child runs, nor with `own_group` a process that a child started.
 """
 
 import ctypes

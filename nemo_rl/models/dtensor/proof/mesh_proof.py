@@ -118,10 +118,9 @@ def remember(number: str) -> None:
 TIMEOUT_S = 600.0
 _RANKS_S = 240.0
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
-"""Largest relative difference that is accepted, by the dtype in which the small model computes. Another order of sums
-changes gradients by up to 1e-12 in float64, and by up to 1e-4 in float32. If a mesh is wrong, a term of a sum is
-missing, added twice or taken from another token. With a few dozen tokens, two heads and four experts, this changes
-gradients by 1e-3 or more."""
+"""Largest accepted relative difference, by the dtype in which the small model computes. Another order of sums changes
+gradients by up to 1e-12 in float64, and 1e-4 in float32. In a wrong mesh, a term of a sum is missing, added twice or
+taken from another token. With a few dozen tokens, two heads and four experts, this is 1e-3 or more."""
 _AXES = ("pp", "cp", "tp", "ep")
 
 

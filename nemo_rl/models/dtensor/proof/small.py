@@ -97,8 +97,7 @@ def small_policy(policy: PolicyConfig, mesh: SmallMesh) -> PolicyConfig:
 def small_model(config: PretrainedConfig, policy: PolicyConfig, mesh: SmallMesh) -> PreTrainedModel:
     """Build a small model of the architecture with random weights, in float32 and eval mode, with every kind of layer.
 
-    The function tries several reduced forms of the configuration, and uses the first one with which the architecture's
-    code runs. Smaller forms come first.
+    It tries reduced forms of the configuration, smaller ones first, until the architecture's code runs with one.
 
     Args:
         mesh: the small mesh that will divide the model.

@@ -95,8 +95,7 @@ class ModelPart:
     """The layers of this rank. All ranks of the engine construct it at the same time, in a collective call.
 
     Args:
-        settings: Settings of the engine. `engine_kwargs["megatron_cfg"]` has the settings with which the policy
-            computes.
+        settings: Settings of the engine. `engine_kwargs["megatron_cfg"]` has those with which the policy computes.
         meeting: The processes of the engine. None if there is only one.
     """
 

@@ -1,6 +1,4 @@
-"""Use a model that runs on another server.
-
-It gets messages over HTTP, and its tokens and weights are not known here.
+"""Use a model on another server, which gets messages over HTTP and does not show its tokens and weights.
 
     ChatModel (a GenerationInterface) ─► fields: request as JSON ─► connection: HTTP ─► server
                                       ◄─ answers: text, tool calls, numbers of tokens ◄──┘
