@@ -66,12 +66,10 @@ def small_probe_model(hf: PreTrainedModel) -> PreTrainedModel:
 def of_few_layers(kind: type[PreTrainedModel], config: PretrainedConfig, least: int = 1) -> PreTrainedModel:
     """Build a model of a class on the meta device, with the first layer of each kind.
 
-    The model is built with all layers, and the other layers are removed. If possible it is then built again from the
-    reduced configuration, because some bodies have modules whose size depends on the number of layers. The first model
-    is returned if the second one has other kinds of layers.
+    The other layers are removed from a whole model. If the reduced configuration gives the same kinds of layers, the
+    model is built again from it, because some bodies have modules whose size depends on the number of layers.
 
     Args:
-        kind: the class of the model.
         config: configuration with all layers; it is changed in place.
         least: smallest number of layers to keep, if the configuration has as many.
 

@@ -44,10 +44,9 @@ class MegatronBackend(TorchBackend):
     """The `PolicyBackend` of Megatron Core (see the module docstring).
 
     Args:
-        device: device on which this rank computes.
         layout: sizes of the mesh axes.
         init_optimizer: make optimizer and schedule (a frozen scorer needs none).
-        init_reference_model: keep a copy of the initial weights in host memory; with LoRA the frozen base is used.
+        init_reference_model: keep a copy of the initial weights in host memory (with LoRA, use the frozen base).
         seed: run seed, for dropout and for the initial values of adapters or of a scalar head.
     """
 
@@ -118,8 +117,8 @@ class MegatronBackend(TorchBackend):
     def run(self, microbatches: Sequence[ModelInputs], forward_step: ForwardStep, *, backward: bool) -> None:
         """See `PolicyBackend.run`. An update must follow each training pass before the next training pass.
 
-        The gradients in the buffers are summed over ranks at the end of a pass, so a second pass would sum those of the
-        first pass again.
+        Each pass ends with a sum of the gradient buffers over ranks, so a second pass would sum those of the first
+        again.
         """
         assert not (backward and self._has_gradients), "an update (clip_and_step) comes between two training passes"
         self._has_gradients |= backward
