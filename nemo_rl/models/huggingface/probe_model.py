@@ -154,11 +154,7 @@ def _few_experts(text: Any) -> int:
 
 
 def _keep_kinds(model: PreTrainedModel, least: int) -> bool:
-    """Keep only the first layer of each kind, in order, and update the configuration.
-
-    Returns:
-        Whether layers were removed.
-    """
+    """Keep only the first layer of each kind, in order, update the configuration, and return whether any is removed."""
     layers = decoder_layers(model)
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     holder = next((module for module in lists if layers[0] in [*module]), None)
