@@ -117,8 +117,8 @@ class MegatronBackend(TorchBackend):
     def run(self, microbatches: Sequence[ModelInputs], forward_step: ForwardStep, *, backward: bool) -> None:
         """See `PolicyBackend.run`. An update must follow each training pass before the next training pass.
 
-        Each pass ends with a sum of the gradient buffers over ranks, so a second pass would sum those of the first
-        again.
+        The gradients in the buffers are summed over ranks at the end of a pass, so a second pass would sum those of the
+        first pass again.
         """
         assert not (backward and self._has_gradients), "an update (clip_and_step) comes between two training passes"
         self._has_gradients |= backward
