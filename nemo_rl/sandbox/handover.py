@@ -3,9 +3,8 @@
     program ── connects ──► 127.0.0.1:port in its namespace ──► listening socket, held here ──► relay ──► server
     scratch folder ◄── descriptor, held here ── read after the end
 
-The code inside the sandbox opens the socket and the folder, and sends both descriptors to this process
-(`jail/handover.py`). A socket belongs to the network namespace in which it was made, so this process can accept
-connections of a program that has no other network.
+Code inside the sandbox opens socket and folder, and sends both descriptors to this process (`jail/handover.py`). A
+socket belongs to the network namespace that made it, so programs without any other network can connect to this process.
 """
 
 import asyncio
@@ -30,7 +29,6 @@ def relay(listener: socket.socket, address: tuple[str, int], stopped: socket.soc
     """Accept and relay connections until `stopped` can be read, then end all connections and close the listener.
 
     Args:
-        listener: The listening socket.
         address: Host and port of the server.
         stopped: Socket that another thread shuts down to end this call.
     """
@@ -115,8 +113,7 @@ class Handover:
         """Read files that an ended program left in its folder (see `read_files`).
 
         Raises:
-            SandboxError: This process did not receive the folder's descriptor, so nothing is known of the folder's
-                files.
+            SandboxError: The folder's descriptor did not arrive, so nothing is known of its files.
         """
         self._end()
         if self._folder is None:

@@ -65,10 +65,6 @@ def make_plan(
     """Return the parameters of the code inside the sandbox, as values that `marshal` can write.
 
     Args:
-        mechanism: The mechanism that isolates the program.
-        limits: Limits of the program.
-        program: The program to run.
-        language: The language of the program.
         scratch: Path of the scratch folder as the program sees it.
         handover: Descriptor of the socket through which the code inside sends descriptors to `Handover`.
 
@@ -129,10 +125,9 @@ def max_threads(mechanism: Mechanism, limits: Limits) -> int:
 def _own_processes(mechanism: Mechanism) -> int:
     """Return the number of processes of the sandbox that the kernel counts with the program's processes.
 
-    The kernel counts the processes of one user in one user namespace. If the library runs as root, the program gets its
-    own user. The first process inside also has this user, except in bubblewrap, where it remains root. If the library
-    does not run as root, it makes a user namespace. This contains the first process inside and, without bubblewrap,
-    also the process outside that waits for it.
+    The kernel counts the processes of one user in one user namespace. If root runs the library, the program gets its
+    own user, which the first process inside shares except in bubblewrap, where it remains root. Otherwise a user
+    namespace contains the first process inside and, without bubblewrap, also the process outside that waits for it.
     """
     if mechanism.namespaces == "outer":
         return 0 if is_privileged() else 1

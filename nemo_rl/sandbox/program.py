@@ -133,8 +133,7 @@ class End(StrEnum):
     PROCESSES = "processes"
     """The program started too many processes, and the kernel could not refuse to start them."""
     SCRATCH = "scratch folder"
-    """The scratch folder grew beyond its limit. This happens only without namespaces: with them, the program sees an
-    `OSError` when the folder is full."""
+    """The scratch folder grew beyond its limit. With namespaces, the program sees an `OSError` instead."""
     OUTPUT = "output"
     CANCELLED = "cancelled"
 

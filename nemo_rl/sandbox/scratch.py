@@ -1,7 +1,6 @@
 """Measure and remove a scratch folder that a program filled, even if its folders are deeply nested.
 
-Both functions are needed only if programs share the machine's files. Otherwise the folder is in memory and ends with
-the program.
+This is needed only if programs share the machine's files. Otherwise the folder is in memory and ends with a program.
 """
 
 import contextlib
@@ -63,13 +62,11 @@ def _raise(error: OSError) -> None:
 def read_file(folder: str | int, name: str, max_bytes: int) -> bytes | None:
     """Read a file that a program left in its scratch folder, or return None if it cannot be read.
 
-    Links, pipes and files above `max_bytes` are not read. A link could lead to a file that the program itself could not
-    read.
+    Links, pipes and files above `max_bytes` are not read. A link could lead to a file that the program could not read.
 
     Args:
         folder: path or descriptor of the folder.
         name: name of the file, without folders.
-        max_bytes: largest size of the file.
 
     Raises:
         FileNotFoundError: there is no file with this name.

@@ -51,8 +51,7 @@ def usage_of(pid: int, max_threads: int) -> Usage:
 
     Args:
         pid: The process.
-        max_threads: Number of threads above which counting stops, because a fork bomb starts threads faster than they
-            are counted.
+        max_threads: Counting stops above this number, because a fork bomb starts threads faster than they are counted.
     """
     cpu_time_s, memory_bytes, threads, to_visit = 0.0, 0, 0, [pid]
     buffers: dict[str, int] = {}
@@ -170,9 +169,7 @@ class Supervision:
 
     Args:
         launch: Command and descriptors of the first process.
-        limits: Limits of the run.
-        is_scratch_full: Function that returns whether the scratch folder is beyond its limit, if the kernel does not
-            limit it.
+        is_scratch_full: Returns whether the scratch folder is beyond its limit, if the kernel does not limit it.
         cancelled: Event that another thread sets to end the run.
 
     Raises:
@@ -259,8 +256,7 @@ class Supervision:
     def _read_control(self) -> None:
         """Read the reports about the start of the program and the first process of its namespace.
 
-        The first process is reported before the program starts. Later reports about it may come from the program and
-        are ignored.
+        Reports about the first process after the program's start may come from the program and are ignored.
         """
         if self._ready_at is not None:
             return

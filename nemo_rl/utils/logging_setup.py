@@ -1,9 +1,7 @@
 """Sets up logging of a driver process on the console and in a file, with the level `NRL_LOG_LEVEL` for its own records.
 
-A record with `extra={"details": text}` has a text that only the file of the run gets, such as a table.
-
-The main program calls `configure_logging` once. Invariant: records appear above a live progress bar, because the
-handler looks up `sys.stderr` for each record.
+The main program calls `configure_logging` once. Only the file gets the text of `extra={"details": text}`, such as a
+table. Invariant: records appear above a live progress bar, because the handler looks up `sys.stderr` for each record.
 """
 
 import logging

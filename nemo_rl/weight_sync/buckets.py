@@ -96,10 +96,7 @@ class BucketEntry(NamedTuple):
 
 
 def cut(group: Iterable[tuple[str, torch.Tensor]], parts: BlocksByName | None) -> list[BucketEntry]:
-    """Return the tensors of a group, or parts of them, that a lane receives.
-
-    Tensors that are read completely, and integer tensors that are read at all, are not cut into parts.
-    """
+    """Return the parts of a group's tensors that a lane receives. Integer and completely read tensors stay whole."""
     entries: list[BucketEntry] = []
     for name, tensor in group:
         shape = tuple(tensor.shape)

@@ -73,7 +73,6 @@ class WeightSender:
     """Streams the weights of a trainer rank as buckets. Each step of the stream has one bucket for each lane.
 
     Args:
-        lanes: the lanes of the stream.
         rank: global trainer rank.
         is_node_leader: whether this rank packs for its host (shared memory).
         group: all trainer ranks; None if this rank holds all weights.
@@ -120,8 +119,7 @@ class WeightSender:
         """Start a stream. The call is collective if the descriptions of the weights have changed since the last stream.
 
         Raises:
-            WeightSyncError: ranks disagree about a tensor, they do not hold all of it, or the encoding applies to no
-                weight.
+            WeightSyncError: ranks disagree about a tensor, lack parts of it, or the encoding applies to no weight.
         """
         described = weights.described()
         if described != self._planned:
@@ -181,9 +179,7 @@ class WeightSender:
 
 
 def merge_buckets(from_ranks: list[Bucket]) -> Bucket:
-    """Return one description of a bucket from those of all ranks.
-
-    Fingerprints are those of the first rank that packed the bucket, and handles are those of all ranks.
+    """Join the ranks' descriptions of a bucket: fingerprints of the first rank that packed it, and all handles.
 
     Raises:
         WeightSyncError: ranks disagree on the bucket's tensors.

@@ -181,16 +181,11 @@ class BlockExchange:
         lanes: Sequence[BlocksByName | None],
         bucket_size_bytes: int,
     ) -> list[PackingStep]:
-        """Return the steps of a stream, in a collective call.
+        """Return the steps of a stream, in a collective call (see `plan_steps`).
 
         Args:
             weights: weights of which this rank holds blocks.
             packs: for each lane, whether this rank packs its buckets.
-            lanes: see `plan_steps`.
-            bucket_size_bytes: see `plan_steps`.
-
-        Raises:
-            WeightSyncError: see `plan_steps`.
         """
         mine = RankOfTrainer(weights.described(), packs)
         if self._group is None:
@@ -205,9 +200,7 @@ class BlockExchange:
         """Send and receive the blocks of a step, together with all ranks that send or receive any.
 
         Args:
-            step: the step, with its moves.
             blocks: this rank's blocks of the step's tensors, by name.
-            device: device of the blocks.
 
         Returns:
             The blocks that this rank packs, by the name of the tensor; they may share memory with `blocks`.
@@ -266,7 +259,6 @@ def fill(flat: torch.Tensor, layout: BucketLayout, blocks: Mapping[str, Blocks])
 
     Args:
         flat: the bucket's bytes, uint8.
-        layout: slots of the bucket.
         blocks: blocks by the name of their tensor, which together cover all slots.
     """
     for slot in layout.slots:
@@ -371,7 +363,6 @@ def fill_encoded(
         sent: slots of the bucket that is sent.
         layout: slots of the bucket of whole weights.
         blocks: blocks by the name of their weight, which together cover all slots of `layout`.
-        encoding: converts the weights.
     """
     targets = iter(sent.slots)
     for slot in layout.slots:

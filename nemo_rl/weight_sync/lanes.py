@@ -94,7 +94,6 @@ class LaneChoice:
 
     Args:
         spec: settings of the transport; for collectives, this class fills in addresses and receivers.
-        workers_per_engine: number of workers of each engine.
         send_parts: whether parts may be sent.
     """
 

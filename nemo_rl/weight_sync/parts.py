@@ -54,8 +54,7 @@ def block_of_view(shape: tuple[int, ...], offset: int, view: torch.Tensor) -> Te
         view: the view, which may have any strides.
 
     Returns:
-        The block with exactly the elements of the view if there is one, and otherwise whole rows of the first
-        dimension.
+        The block with exactly the view's elements if there is one, and otherwise whole rows of the first dimension.
     """
     if not shape:
         return whole_block(shape)
@@ -179,7 +178,6 @@ class SharedReads[K: Hashable]:
     """Reads each of several tensors once for all its blocks, and keeps the tensors until the last block is read.
 
     Args:
-        read: reads a tensor by its key.
         uses: number of blocks of all tensors together.
     """
 
@@ -228,8 +226,7 @@ class WholeWeights:
     """Tensors that this rank holds whole (see `HeldWeights`).
 
     Args:
-        iterate: yields names and tensors. It is called once for each stream, and once before the first stream for the
-            descriptions.
+        iterate: yields names and tensors. It is called once for each stream, and once before for the descriptions.
     """
 
     def __init__(

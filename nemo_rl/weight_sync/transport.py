@@ -133,8 +133,7 @@ class SharedBuffer:
 def allocate(num_bytes: int) -> SharedBuffer:
     """Allocate shared memory of at least `num_bytes`.
 
-    On Linux the memory has no name and is limited only by the machine's memory. On other systems it is a temporary
-    file.
+    On Linux it has no name, and only the machine's memory limits it. On other systems it is a temporary file.
     """
     num_bytes = max(num_bytes, 1)
     if hasattr(os, "memfd_create"):

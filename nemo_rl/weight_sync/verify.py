@@ -83,11 +83,7 @@ def _sums(raw: torch.Tensor, weights: torch.Tensor, products: torch.Tensor) -> I
 
 
 def _chained(num_bytes: int, values: Iterator[int]) -> int:
-    """Return the fingerprint of a tensor of `num_bytes` bytes.
-
-    Args:
-        values: iterator over the results of `_sums` for all tensors; the values of this tensor come next.
-    """
+    """Return the fingerprint of a tensor of `num_bytes` bytes, whose `_sums` are the next items of `values`."""
     num_words, num_tail_bytes = divmod(num_bytes, _WORD_BYTES)
     result = num_bytes
     for value in itertools.islice(values, -(-num_words // _CHUNK_WORDS)):

@@ -66,7 +66,6 @@ def rest_of(request: GenerationRequest, so_far: ResponseSoFar) -> GenerationRequ
     """Return the request for the rest of a response. If there are no tokens so far, it is the request itself.
 
     Args:
-        request: The request for the whole response.
         so_far: The first part of the response, shorter than `max_new_tokens`.
     """
     if not len(so_far):
@@ -82,14 +81,12 @@ def rest_of(request: GenerationRequest, so_far: ResponseSoFar) -> GenerationRequ
 def joined(
     so_far: ResponseSoFar, rest: GenerationResult, stops: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> GenerationResult:
-    """Join a response from its two parts. If there are no tokens so far, return the rest.
+    """Join the first part of a response and the rest. If there are no tokens so far, return the rest.
 
     Engines look for stop strings only in the tokens that they sample. A stop string that begins in the first part is
     therefore looked for here, and the tokens after it are dropped.
 
     Args:
-        so_far: The first part.
-        rest: The second part.
         stops: The stop strings of the request.
         tokenizer: Decodes both parts.
     """

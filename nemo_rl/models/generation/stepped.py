@@ -132,9 +132,8 @@ class SteppedEngine(ABC):
 
         Args:
             changed: Whether the weights may differ from the previous ones. If so, new requests must not use cached keys
-                and values, and running requests may use them only if the settings allow it
-                (`EngineSettings.recomputes_cache`). If not (another engine was replaced), running requests continue
-                unchanged.
+                and values, and running requests only if `EngineSettings.recomputes_cache` allows it. If not (another
+                engine was replaced), running requests continue unchanged.
         """
 
     @abstractmethod

@@ -45,8 +45,7 @@ class GenerationWorker:
     """Hosts one engine.
 
     Args:
-        settings: Settings of the engine. The environment variable RANK is the worker's position among all engines'
-            workers.
+        settings: Settings of the engine. RANK in the environment is the worker's position among all engines' workers.
     """
 
     def __init__(self, settings: EngineSettings):

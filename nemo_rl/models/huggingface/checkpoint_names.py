@@ -44,11 +44,7 @@ class Result:
     """For each dimension of the result, the corresponding dimension of the weight, or None if its size is 1."""
 
     def of(self, place: TensorBlock, values: Tensor) -> tuple[TensorBlock, Tensor] | None:
-        """Return the part of this result that a block of the weight contains.
-
-        Args:
-            place: place of the block in the weight.
-            values: values of the block.
+        """Return the part of this result that a block of the weight, with its place and values, contains.
 
         Returns:
             Place of the part in the result, and its values as a view; None if the block contains nothing of the result.
@@ -87,10 +83,7 @@ class TensorGroup:
         return {name: value[0] if isinstance(value, list) else value for name, value in results.items()}
 
     def results(self, hf: PreTrainedModel, shapes: Mapping[str, torch.Size]) -> dict[str, Result] | None:
-        """Return, for each result by name, the block of the weight that it is.
-
-        Args:
-            shapes: shapes of the sources.
+        """Return, for each result by name, the block of the weight that it is, given the shapes of the sources.
 
         Returns:
             The results, or None if there are several sources or a result is no block of its source.
@@ -167,8 +160,7 @@ def groups_in_memory(
     Args:
         hf: the model, on any device.
         names: all names of the checkpoint.
-        rules: rules by which transformers renames and converts tensors; None takes the rules with which the model was
-            loaded.
+        rules: transformers' rules that rename and convert tensors; None takes those with which the model was loaded.
     """
     return _groups(names, _transforms(hf) if rules is None else deepcopy(rules), reverse=False, hf=hf)
 

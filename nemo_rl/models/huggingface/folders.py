@@ -125,7 +125,6 @@ def peft_config(config: AdapterConfig, base_name: str, names: Sequence[str], *, 
 
     Args:
         config: the adapter's shape and dropout.
-        base_name: name of the base model.
         names: names of the adapted layers in the Hugging Face model.
         fused_experts: whether the Hugging Face model keeps the experts of a layer in one tensor.
     """

@@ -66,12 +66,10 @@ def small_probe_model(hf: PreTrainedModel) -> PreTrainedModel:
 def of_few_layers(kind: type[PreTrainedModel], config: PretrainedConfig, least: int = 1) -> PreTrainedModel:
     """Build a model of a class on the meta device, with the first layer of each kind.
 
-    The model is built with all layers, and the other layers are removed. If possible it is then built again from the
-    reduced configuration, because some bodies have modules whose size depends on the number of layers. The first model
-    is returned if the second one has other kinds of layers.
+    The other layers are removed from a whole model. If the reduced configuration gives the same kinds of layers, the
+    model is built again from it, because some bodies have modules whose size depends on the number of layers.
 
     Args:
-        kind: the class of the model.
         config: configuration with all layers; it is changed in place.
         least: smallest number of layers to keep, if the configuration has as many.
 
@@ -156,11 +154,7 @@ def _few_experts(text: Any) -> int:
 
 
 def _keep_kinds(model: PreTrainedModel, least: int) -> bool:
-    """Keep only the first layer of each kind, in order, and update the configuration.
-
-    Returns:
-        Whether layers were removed.
-    """
+    """Keep only the first layer of each kind, in order, update the configuration, and return whether any is removed."""
     layers = decoder_layers(model)
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     holder = next((module for module in lists if layers[0] in [*module]), None)

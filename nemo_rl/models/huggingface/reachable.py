@@ -1,8 +1,7 @@
 """Check within seconds, and before slow imports, that a model can be loaded.
 
-The check runs before Ray starts. On a machine without a network, the functions that load models would retry for a
-minute and write a page of warnings. Invariant: a folder, or a file in the hub's cache, is accepted without a request to
-the hub.
+The check runs before Ray starts. Without a network, loading a model would retry for a minute and write a page of
+warnings. Invariant: a folder, or a file in the hub's cache, is accepted without a request to the hub.
 """
 
 import os

@@ -26,8 +26,7 @@ def fix_rotary_frequencies(hf: PreTrainedModel, context: int) -> None:
         context: largest number of tokens of a sequence in the run.
 
     Raises:
-        ConfigError: the context is longer than the model's original context, and the frequencies of a row would depend
-            on other rows of its batch.
+        ConfigError: beyond the model's original context, the frequencies of a row would depend on other rows.
     """
     for module in hf.modules():
         kinds = getattr(module, "rope_type", None)

@@ -45,8 +45,7 @@ def head_size(text: Any) -> int:
 def longest_context(text: Any) -> int | None:
     """Return the largest number of tokens of a sequence that a text model accepts, or None if it is not known.
 
-    The number is derived as in vLLM (`vllm.config.model._get_and_verify_max_len`). It is not known if several kinds of
-    layers have different limits.
+    The rules are those of `vllm.config.model._get_and_verify_max_len`. Limits that differ between layers give None.
     """
     positions = getattr(text, "max_position_embeddings", None)
     rope = getattr(text, "rope_parameters", None) or {}
@@ -108,10 +107,7 @@ def parameter_shapes(config: "PretrainedConfig") -> dict[str, tuple[int, ...]]:
 
 
 def _elements(path: Path) -> int:
-    """Return the number of elements in a safetensors file.
-
-    The file begins with 8 bytes that hold the length of the JSON header, followed by the header.
-    """
+    """Return the number of elements in a safetensors file, from the JSON header after the 8 bytes of its length."""
     with open_regular(path) as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))
@@ -142,8 +138,7 @@ PEAK_BF16_TFLOPS = {
     "RTX 4090": 165.2,
     "RTX A6000": 154.8,
 }
-"""Peak TFLOP/s for dense matrices in bfloat16 and float16, from data sheets, by words of the device's name. The first
-item whose words are in the name is used."""
+"""Peak dense TFLOP/s in bfloat16 and float16 (data sheets), by words in a device's name. The first match is used."""
 
 _PARTS_OF_GPUS = re.compile(r"\b(MIG|Laptop)\b")
 """Words in a device's name which show that it is a part of a GPU, or a slower GPU of the same name."""
@@ -172,16 +167,11 @@ class ModelFlops:
     frozen: float
     """Number of frozen weights by which each token is multiplied (the base of adapters)."""
     attention: tuple[tuple[int, int | None, int], ...]
-    """Items (width, window, layers) for each kind of attention. The width is the size of queries plus that of values,
-    over all heads; the window is the largest number of tokens that a token sees, None for all; and the last number is
-    the number of such layers."""
+    """Items (width, window, layers) for each kind of attention: the sizes of queries and values over all heads, summed,
+    the largest number of tokens that a token sees (None for all), and the number of such layers."""
 
     def forward(self, lengths: Mapping[int, int]) -> float:
-        """Return the number of operations of a forward pass over sequences, without padding.
-
-        Args:
-            lengths: number of sequences by their length.
-        """
+        """Return the number of operations of a forward pass over unpadded sequences, given their number by length."""
         products = 2.0 * (self.trained + self.frozen) * _tokens(lengths)
         for width, window, layers in self.attention:
             pairs = sum(float(length) * min(length, window or length) * count for length, count in lengths.items())
@@ -246,8 +236,7 @@ def _active_experts(text: Any) -> int | None:
 def _multiplied(modules: Iterable[nn.Module], active: int | None) -> Iterator[float]:
     """Yield the number of elements of each matrix by which a token is multiplied. Only active experts are counted.
 
-    A head that shares its weight with the embedding is a separate module, and the embedding is skipped, so the weight
-    is counted once.
+    Embeddings are skipped, so a weight that the head shares with the embedding is counted once.
     """
     for module in modules:
         if isinstance(module, nn.Embedding | nn.Conv1d | nn.Conv2d):

@@ -288,8 +288,7 @@ logger = logging.getLogger(__name__)
 def download_models(names: Iterable[str]) -> None:
     """Download models from the hub into this machine's cache, if the run uses this machine only.
 
-    In a cluster that the run has joined, the ranks download the files that they need, because they may run on other
-    machines.
+    In a joined cluster, the ranks download the files that they need, because they may run on other machines.
 
     Args:
         names: hub ids, or folders, for which nothing is done.

@@ -44,10 +44,9 @@ class MegatronBackend(TorchBackend):
     """The `PolicyBackend` of Megatron Core (see the module docstring).
 
     Args:
-        device: device on which this rank computes.
         layout: sizes of the mesh axes.
         init_optimizer: make optimizer and schedule (a frozen scorer needs none).
-        init_reference_model: keep a copy of the initial weights in host memory; with LoRA the frozen base is used.
+        init_reference_model: keep a copy of the initial weights in host memory (with LoRA, use the frozen base).
         seed: run seed, for dropout and for the initial values of adapters or of a scalar head.
     """
 

@@ -28,7 +28,6 @@ def draft_trainer(
     Args:
         config: the policy section; the model has no pipeline stages.
         chunks: the only chunk of this rank.
-        device: device on which this rank computes.
         seed: run seed, for the weights of a new draft model.
     """
     (chunk,) = chunks

@@ -113,7 +113,6 @@ class Adapter:
         """Compute this rank's `(alpha / dim) x A^T B^T`, in the layout of the base layer's output.
 
         Args:
-            x: input of the base layer.
             a: this rank's columns of A.
             b: this rank's rows of B.
             training: whether dropout is on.
@@ -136,11 +135,7 @@ class Adapter:
         return self.scaling * update
 
     def _dropped(self, x: Tensor, training: bool, *, differs: bool) -> Tensor:
-        """Apply dropout.
-
-        Args:
-            differs: whether tensor-parallel ranks hold different values of x, and so must draw different masks.
-        """
+        """Apply dropout. If `differs` (tensor-parallel ranks hold different values), each rank draws its own mask."""
         if self.dropout == 0.0 or not training:
             return x
         if not differs:
@@ -194,7 +189,6 @@ def apply_lora(
 
     Args:
         chunks: the rank's virtual stages, unwrapped.
-        hf_config: Hugging Face configuration of the model.
         config: the section `policy.megatron_cfg.peft`.
         seed: run seed, for the initial values of A.
 
@@ -329,7 +323,6 @@ def save_adapter(
 
     Args:
         chunks: the rank's virtual stages, wrapped or not.
-        hf_config: Hugging Face configuration of the model.
         config: the section `policy.megatron_cfg.peft`.
         base_name: name of the base model, written into the adapter's configuration.
         names: names of the adapted layers, from `apply_lora`.

@@ -129,11 +129,7 @@ def _check_pipeline(mesh: Mesh, asked: MegatronConfig) -> Findings:
 
 
 def _fits(layers: int, stages: int, chunks: int, ends: dict[str, int]) -> bool:
-    """Return whether the layers divide into equal chunks.
-
-    Args:
-        ends: configured numbers of layers of the first and the last stage, which are excluded.
-    """
+    """Return whether the layers, without `ends` (the first and the last stage's layers), divide into equal chunks."""
     if stages == 1:
         return not ends and chunks == 1
     rest, others = layers - sum(ends.values()), stages - len(ends)
@@ -257,10 +253,7 @@ class MeshPlace(RankMemory):
 
     @property
     def _trained(self) -> tuple[float, float]:
-        """Number of trained elements outside of routed experts, and number of those in routed experts.
-
-        With LoRA only adapters are trained.
-        """
+        """Numbers of trained elements outside of and in routed experts. With LoRA only adapters are trained."""
         return (self._adapters, 0.0) if self.policy.megatron_cfg.peft.enabled else (self._dense, self._experts)
 
     @property

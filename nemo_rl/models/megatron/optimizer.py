@@ -105,9 +105,8 @@ def _holds_its_state(section: MegatronConfig, precision: torch.dtype) -> bool:
     """Return whether to use Transformer Engine's Adam, which itself holds float32 copies of 16-bit weights.
 
     Its option `store_param_remainders` would store only the 16 bits of each float32 weight that the bfloat16 weight
-    lacks. This would save 2 bytes per weight, divided by the number of data-parallel ranks. The option is not used,
-    because Megatron Core 0.19 saves these bits as if they were the weight
-    (`DistributedOptimizer.get_parameter_state_dp_zero`).
+    lacks. This would save 2 bytes per weight, divided by the data-parallel ranks. The option is not used, because
+    Megatron Core 0.19 saves these bits as if they were the weight (`DistributedOptimizer.get_parameter_state_dp_zero`).
     """
     wanted = section.optimizer
     asked = wanted.use_precision_aware_optimizer and wanted.optimizer == "adam" and precision is not torch.float32

@@ -4,10 +4,9 @@ Invariant: ranks are numbered as in `parallel_layout` (pp outermost, tp innermos
 `tp-cp-ep-dp-pp`. Every group has the timeout of the default group.
 
 On a machine without CUDA, `replace_cuda` replaces the functions of `torch.cuda` that Megatron Core calls
-unconditionally: for the current device, for streams, and for the state of the random generator. It also replaces the
-device name `cuda` in a few modules. This changes the whole process, so it is only for the process of a rank. Invariant:
-the replaced places are those of one release of Megatron Core. Other releases are refused, because a place that is not
-replaced may give wrong numbers.
+unconditionally (for the current device, streams, and random state) and the device name `cuda` in a few modules. This
+changes the whole process, so it is only for the process of a rank. Invariant: the replaced places are those of one
+release of Megatron Core. Other releases are refused, because a missed place may give wrong numbers.
 """
 
 import contextlib

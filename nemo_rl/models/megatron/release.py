@@ -32,8 +32,7 @@ def require_megatron_core(asked_by: str = "policy.megatron_cfg.enabled=true") ->
         asked_by: the setting that needs megatron-core, for the message.
 
     Raises:
-        ConfigError: the tested release is not installed; the message names the installed release and the command that
-            installs the tested one.
+        ConfigError: the message names the installed release and the command that installs the tested one.
     """
     missing = missing_megatron_core()
     if missing is None:

@@ -38,7 +38,6 @@ class ExpertLoad:
     Args:
         chunks: chunks of this rank, with the configuration of the whole model.
         division: division of a row's tokens, which gives the tokens that this rank's routers see.
-        device: device on which the model computes.
         each_layer: whether to report the load of each layer too.
     """
 
@@ -89,7 +88,6 @@ class MegatronReplayedRouters:
     Args:
         chunks: chunks of this rank.
         division: division of a row's tokens, which gives the tokens that this rank's routers see.
-        device: device on which the model computes.
 
     Raises:
         ConfigError: the model has no experts, or its routers choose them in a way that cannot be replayed.

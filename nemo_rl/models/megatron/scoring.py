@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 class ScalarHead(nn.Module):
     """The head of a reward model or critic, which replaces the output layer and returns one number per hidden state.
 
-    Every tensor-parallel rank has the whole head and the same hidden states, so the head's gradient is whole on every
-    rank.
+    Every tensor-parallel rank has the whole head and the same hidden states, so its gradient is whole on every rank.
     """
 
     def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -109,7 +108,6 @@ class RowScorer:
 
         Args:
             hidden_states: `[t, b, D]`; with sequence parallelism `[t / tp, b, D]`.
-            output_layer: the head.
             output_weight: the embedding's weight if the head shares it, or None.
             context: the microbatch, with the tokens to score.
             further_states: hidden states of each multi-token-prediction layer, shaped like `hidden_states`.
@@ -142,12 +140,7 @@ class RowScorer:
         return self._of_all(first, context), self._of_all(second, context)
 
     def _hidden(self, hidden_states: Tensor, positions_k: Tensor, *, partial_gradient: bool) -> Tensor:
-        """Return the hidden states `[k, D]` at some positions.
-
-        Args:
-            partial_gradient: whether each tensor-parallel rank computes a part of their gradient; the backward pass
-                then sums the parts.
-        """
+        """Return hidden states `[k, D]` at some positions. With `partial_gradient`, backward sums over the ranks."""
         if self._groups.sequence_parallel:
             hidden_states = all_gather(hidden_states, 0, self._groups.tp, partial_gradient=partial_gradient)
         hidden_kD = hidden_states.flatten(0, 1).index_select(0, positions_k)

@@ -86,14 +86,11 @@ class Policy(PolicyInterface):
         tokenizer: Tokenizer that is saved next to the weights.
         name_prefix: Prefix of the names of the worker processes.
         workers_per_node: Number of ranks on each node of the cluster.
-        init_optimizer: Whether to make optimizer and schedule.
         weights_path: Checkpoint folder to resume weights from.
         optimizer_path: Checkpoint folder to resume optimizer, schedule and random numbers from.
         init_reference_model: Whether to keep the weights of `config.model_name` for reference log-probabilities, even
             if training resumes from a checkpoint.
-        timeouts: Time limits. If None, the defaults.
-        threads_per_rank: Number of CPU threads of a rank. If None, the machine's cores are divided by the number of its
-            ranks and busy engines.
+        threads_per_rank: CPU threads of a rank. If None, the machine's cores divided by its ranks and busy engines.
         busy_engines: Number of engine workers on each machine that compute at the same time as the ranks.
         seed: Seed of the run, for dropout.
         venv: Python environment of the ranks (`cluster.venvs.policy`). If None, that of the registry.
@@ -270,15 +267,12 @@ class Policy(PolicyInterface):
         *,
         vocab_size: int | None = None,
     ) -> BatchedDataDict[TopkLogitsOutputSpec]:
-        """Return the k largest logits after every token, for distillation.
-
-        Temperature and sampling filters are not applied.
+        """Return the k largest logits after every token, for distillation, without temperature and sampling filters.
 
         Args:
             data: `input_ids [B, T]` right padded, `input_lengths [B]`; any number of rows.
             micro_batch_size: Number of rows of one pass of a rank. If None, passes are formed as configured.
-            vocab_size: Only token ids below it are considered, because an output head may have more rows than there are
-                tokens.
+            vocab_size: Only token ids below it are considered (an output head may have more rows than tokens).
 
         Returns:
             `topk_logits [B, T, k]` float32, largest first, and `topk_indices [B, T, k]` int64, in the order of the
@@ -340,8 +334,7 @@ class Policy(PolicyInterface):
 
         Args:
             weights_path: New or empty folder, on storage that is visible to all ranks and to this process.
-            optimizer_path: Folder for the state of optimizer, schedule and random numbers. If None, they are not
-                written.
+            optimizer_path: Folder for the state of optimizer, schedule and random numbers. If None, it is not written.
             tokenizer_path: Folder for an additional copy of the tokenizer.
             consolidated: Whether to write an additional copy of the model in `precision`, for other programs.
             background: Whether to return when the ranks have copied their state. `finalize_async_save` then completes
@@ -402,9 +395,7 @@ class Policy(PolicyInterface):
         self.ranks.everywhere("move_weights", "onloading the weights", to_host=False)
 
     def held(self) -> AbstractContextManager[None]:
-        """Keep other threads from calling the ranks, for example during a weight stream.
-
-        The same thread may enter again.
+        """Keep other threads from calling the ranks, for example in a weight stream. The same thread may enter again.
 
         Raises:
             DeadlineExceededError: another thread holds the policy for too long, see `RankCalls.held`.

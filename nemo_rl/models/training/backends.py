@@ -111,7 +111,6 @@ class TrainingBackend(ABC):
             num_ranks: Number of processes that hold the model.
             trains: Whether the model has an optimizer.
             keeps_reference: Whether its initial weights are kept.
-            on_gpu: Whether each rank has a GPU.
             rows_per_prompt: Number of sequences of a batch that begin with the same prompt.
             rows_per_sample: Number of rows of a sample: 2 for pairs, whose scores a loss compares.
 
@@ -160,11 +159,10 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def export(self, weights: Path, target: Path, tokenizer_name: str | None = None, dtype: str | None = None) -> None:
-        """Write a folder that `from_pretrained` and engines load.
+        """Write a new or empty folder, which `from_pretrained` and engines can load.
 
         Args:
             weights: Folder that `find_weights` returns.
-            target: A new or empty folder.
             tokenizer_name: Tokenizer for checkpoints that have none.
             dtype: Number format of floating-point weights. None keeps the checkpoint's format.
 
@@ -241,8 +239,7 @@ def convert_dcp_to_hf(
         dcp_ckpt_path: A step folder, or its `policy/weights`.
         model_name_or_path: Has no effect, because a checkpoint names its model.
         tokenizer_name_or_path: Tokenizer for checkpoints that have none.
-        overwrite: Whether to replace an existing folder when the export is complete. If not, the folder must be new or
-            empty.
+        overwrite: Whether to replace an existing folder at the end. If not, the folder must be new or empty.
         hf_overrides: Values that replace those of the exported `config.json`.
 
     Returns:
@@ -322,8 +319,7 @@ class FolderBackend(TrainingBackend):
         """Return the weights folder.
 
         Args:
-            path: A step folder, its `policy`, its `policy/weights`, or the subfolder of `policy/weights` with the
-                tensors.
+            path: A step folder, its `policy` or `policy/weights`, or the folder of the tensors in `policy/weights`.
 
         Raises:
             CheckpointError: None of these folders holds weights.

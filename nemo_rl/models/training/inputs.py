@@ -62,9 +62,8 @@ class ModelInputs:
     """`[N]` int64, the index of the score for each place, if several rows share a scored token. If None, each score has
     one place."""
     routed_experts: Tensor | None = None
-    """`[b, T, L, k]` in the layout of `input_ids`, the experts that the engine chose in each of L layers, -1 for a
-    token that it has not reported. None if no token has experts. Backends replay them if `policy.router_replay` is
-    enabled."""
+    """`[b, T, L, k]` in the layout of `input_ids`, the experts that the engine chose in each of L layers, -1 if not
+    reported. None if no token has experts. Backends replay them if `policy.router_replay` is enabled."""
 
     @property
     def further_names(self) -> list[str]:
@@ -110,7 +109,6 @@ def build_model_inputs(
     Args:
         rows: `input_ids [b, T]` right padded and `input_lengths [b]`, on the CPU.
         wanted: `[b, T - 1]` bool; entry t requests the score of token t + 1.
-        layout: padded or packed.
     """
     input_ids = rows["input_ids"]
     num_rows, width = input_ids.shape
@@ -132,7 +130,6 @@ def build_distillation_inputs(rows: BatchedDataDict[Any], layout: InputLayout, d
     Args:
         rows: Keys of a training batch, and `teacher_topk_indices [b, T, k]`. Position t belongs to the distribution
             after token t.
-        layout: Padded or packed.
     """
     inputs = _each_place(build_training_inputs(rows, layout, device))  # rows may have other teachers' tokens
     num_rows, width = inputs.shape
@@ -146,7 +143,6 @@ def build_score_inputs(rows: BatchedDataDict[Any], layout: InputLayout, device: 
 
     Args:
         rows: `input_ids [b, T]` right padded and `input_lengths [b]`, on the CPU.
-        layout: padded or packed.
     """
     last_B = rows["input_lengths"] - 1
     row_B = torch.arange(len(last_B))
@@ -164,7 +160,6 @@ def build_position_inputs(rows: BatchedDataDict[Any], layout: InputLayout, devic
 
     Args:
         rows: `input_ids [b, T]` right padded and `input_lengths [b]`, on the CPU.
-        layout: padded or packed.
 
     Returns:
         Inputs of `shape` `(b, T)`. Position t belongs to the model's output after token t.
@@ -210,8 +205,7 @@ def _scored_at(
 def _scored_once(positions_N: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the distinct positions, their targets, and for each given position the index of its distinct position.
 
-    A token that rows share has the same successor in all of them, so the target of any row can be used. If all
-    positions are distinct, there is no index (None).
+    A token that rows share has the same target in all of them. The index is None if all positions are distinct.
     """
     positions_K, score_N = positions_N.unique(return_inverse=True)
     if len(positions_K) == len(positions_N):

@@ -127,8 +127,7 @@ class PolicyBackend(ABC):
     def iterate_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield `(name, full tensor)` for every weight and persistent buffer, named as in hub checkpoints.
 
-        Tied weights are yielded once. All ranks yield the same tensors in the same order. Tensors that are yielded may
-        share memory.
+        Tied weights are yielded once, and all ranks yield the same tensors in the same order. They may share memory.
         """
 
     def held_weights(self, dtype: torch.dtype | None = None) -> HeldWeights:

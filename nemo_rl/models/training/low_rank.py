@@ -1,8 +1,7 @@
 """Share the rules of low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685) between training backends.
 
 This module selects the layers that a section names, draws the first values of A, and checks that adapters train and
-reach the engines. Invariant: results depend on the names of the whole model and the run's seed, and not on how ranks
-divide the model.
+reach the engines. Invariant: results depend on the layers' names and the run's seed, not on how ranks divide the model.
 """
 
 import fnmatch
@@ -74,8 +73,6 @@ def initial_a(dim: int, inputs: int, method: str, dtype: torch.dtype, generator:
         dim: rank of the adapter.
         inputs: number of the layer's inputs.
         method: `xavier` for Glorot's normal distribution, or `uniform` for U(-1/sqrt(inputs), 1/sqrt(inputs)).
-        dtype: dtype of the adapter.
-        generator: source of random numbers.
     """
     a = torch.empty(dim, inputs, dtype=dtype)
     if method == "xavier":

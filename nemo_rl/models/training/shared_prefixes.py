@@ -6,12 +6,11 @@
     row 3: e
 
 All operations except attention treat tokens one by one, and a token's hidden state depends only on the tokens before
-it. So the samples of a group need their prompt only once, and the branches of a session need the answers that they
-share only once: 16 answers as long as their prompt take 17 parts instead of 32. Only attention needs whole rows: the
-keys of each part are preceded by the keys of all parts before it. A shared token is scored once, and each of its rows
-gets the score, so that the loss of each row has its own advantage and mask. Invariant: scores and gradients equal those
-of separate rows except for the last digits, because sums have another order. `data.common_prefixes` finds the tokens
-that rows share.
+it. So the samples of a group need their prompt only once, and the branches of a session their common answers: 16
+answers as long as their prompt take 17 parts instead of 32. Only attention needs whole rows: the keys of each part are
+preceded by the keys of all parts before it. A shared token is scored once, and each of its rows gets the score, so that
+the loss of each row has its own advantage and mask. Invariant: scores and gradients equal those of separate rows except
+for the last digits, because sums have another order. `data.common_prefixes` finds the tokens that rows share.
 
 Source: Prefix Grouper (Liu et al. 2025, arXiv:2506.05433), here extended to trees.
 """
@@ -33,8 +32,7 @@ class SharedPrefixes:
 
     Args:
         lengths: Number of tokens of each part of the layout. Their sum is the layout's length.
-        parents: For each part, the part before it in its rows, which comes earlier in the layout. None if the part
-            begins rows.
+        parents: For each part, the part before it in its rows (earlier in the layout), or None if it begins rows.
     """
 
     def __init__(self, lengths: Sequence[int], parents: Sequence[int | None]) -> None:
@@ -131,7 +129,6 @@ def share_prefixes(input_ids: Tensor, lengths: Sequence[int], prefixes: Prefixes
 
     Args:
         input_ids: `[b, T]` int64, right padded.
-        lengths: Number of tokens of each row.
         prefixes: Tree of all rows.
         round_to: Number to whose multiples the layout is rounded up, by a part to which no row attends.
     """

@@ -1,9 +1,8 @@
 """Numbers of the system calls that a program may make, on x86_64 and aarch64.
 
-A number is None if the machine does not have the call. Numbers are part of the kernel's stable interface. Invariant: no
-call in this list affects another process, except by a signal or a wait. No call mounts, traces, loads code into the
-kernel, or allocates memory that the limits do not count. `seccomp` allows the calls for network connections only on
-request.
+A number is None if the machine lacks the call. Numbers are part of the kernel's stable interface. Invariant: no call
+affects another process, except by a signal or a wait. No call mounts, traces, loads code into the kernel, or allocates
+memory that the limits do not count. `seccomp` allows the calls for network connections only on request.
 """
 
 NUMBERS: dict[str, tuple[int | None, int | None]] = {

@@ -20,8 +20,7 @@ _METRICS_PER_CALL = 1000
 """Largest number of metrics that MLflow's servers accept in one call."""
 _LONGEST_VALUE = 500
 _PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
-"""Settings with which MLflow gives up soon. By default it retries for minutes, with doubling pauses, while the run
-waits."""
+"""Settings with which MLflow gives up soon. By default the run waits minutes for retries with doubling pauses."""
 
 
 class MLflowLogger(LoggerInterface):

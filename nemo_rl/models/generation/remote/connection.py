@@ -29,7 +29,6 @@ class EndpointError(Exception):
     """Error of a request that got no usable answer.
 
     Args:
-        reason: Description of the failure.
         may_pass: Whether the same request may succeed later.
         wait_s: Seconds that the endpoint asks to wait.
         status: Status code of the response. None if there was no response, or if it was 200.
@@ -71,7 +70,6 @@ class EndpointConnection:
         """Send a request.
 
         Args:
-            method: HTTP method.
             path: Path below the address.
             body: Body that is sent as JSON. If None, no body is sent.
 
@@ -79,8 +77,7 @@ class EndpointConnection:
             The decoded JSON of the response.
 
         Raises:
-            EndpointError: The endpoint cannot be reached, takes too long, refuses the request, or does not answer with
-                JSON.
+            EndpointError: The endpoint cannot be reached, takes too long, refuses the request, or answers without JSON.
         """
         url = f"{self.base_url.rstrip('/')}/{path}"
         try:
@@ -143,15 +140,13 @@ def seconds_of(retry_after: str | None) -> float:
 
 
 def pause_s(attempt: int, first_s: float, longest_s: float, error_wait_s: float) -> float:
-    """Return the seconds to wait before a request is sent again.
-
-    They double with each attempt, with jitter, unless the endpoint asks for a longer wait.
+    """Return the seconds to wait before a request is sent again, doubled with each attempt, with jitter.
 
     Args:
         attempt: Number of repetitions so far.
         first_s: Seconds before the first repetition.
         longest_s: Largest number of seconds, unless the endpoint asks for more.
-        error_wait_s: `EndpointError.wait_s`.
+        error_wait_s: `EndpointError.wait_s`, which is waited for if it is longer.
     """
     doubled = min(first_s * 2.0 ** min(attempt, 64), longest_s)
     return max(doubled * random.uniform(0.5, 1.0), error_wait_s)
@@ -161,7 +156,6 @@ def key_of(variable: str | None, key: str, user: str) -> str | None:
     """Return the key of an endpoint from an environment variable, or None if no variable is configured.
 
     Args:
-        variable: Name of the environment variable.
         key: Configuration key that holds the name.
         user: Who reads the variable, such as "the environment", for the error.
 

@@ -44,7 +44,6 @@ def quantization_config(quantization: WeightQuantization, unquantized: Iterable[
     """Return the `quantization_config` that replaces the one in the model's files.
 
     Args:
-        quantization: Format in which weights are sent.
         unquantized: Names of the layers whose weights are sent unquantized.
     """
     block_format, ignored = quantization.block_format, sorted(unquantized)
@@ -59,12 +58,7 @@ def quantization_config(quantization: WeightQuantization, unquantized: Iterable[
 
 
 def warn_of_weights_only(quantization: WeightQuantization, capability: tuple[int, int]) -> None:
-    """Warn if MXFP8 is used on a GPU without kernels for it. vLLM then rounds weights, but not activations.
-
-    Args:
-        quantization: Format in which weights are sent.
-        capability: Compute capability of the GPU.
-    """
+    """Warn if MXFP8 is used on a GPU without kernels for it. vLLM then rounds weights, but not activations."""
     if quantization.block_format.scales == "e8m0" and capability < _MX_CAPABILITY:
         logger.warning(
             "policy.generation.vllm_cfg.is_mx=true: GPUs of compute capability %d.%d multiply no MXFP8 matrices. vLLM "
@@ -105,7 +99,6 @@ def engine_arguments(settings: EngineSettings, draft_folder: Path | None = None)
     """Translate the library's settings into vLLM's.
 
     Args:
-        settings: The library's settings.
         draft_folder: Folder with the description of the draft model that is trained with the policy; see `drafting`.
     """
     speculation = speculation_of(settings.engine_kwargs)
@@ -169,8 +162,7 @@ def _draft_has_files(settings: EngineSettings) -> bool:
 def _reports(settings: EngineSettings) -> dict[str, bool]:
     """Return the arguments with which the experts of tokens can be reported.
 
-    vLLM returns them on GPUs only. On CPUs, `experts` reads them between two steps, when the tokens of a finished
-    request are still in the cache.
+    vLLM returns them on GPUs only. On CPUs `experts` reads them between steps, while requests are still in the cache.
     """
     return {"async_scheduling": False} if settings.device == "cpu" else {"enable_return_routed_experts": True}
 
@@ -178,8 +170,7 @@ def _reports(settings: EngineSettings) -> dict[str, bool]:
 def _graphs(settings: EngineSettings) -> dict[str, int]:
     """Return the argument that makes vLLM capture CUDA graphs for as many requests as an engine runs in a step.
 
-    vLLM's default limit is 512 except on Blackwell GPUs. A step with more requests would launch every kernel
-    separately.
+    vLLM's limit is 512 except on Blackwell GPUs. Larger steps would launch every kernel separately.
     """
     wanted = min(settings.samples, _MAX_GRAPH_REQUESTS)
     eager = settings.device == "cpu" or settings.enforce_eager
@@ -247,8 +238,6 @@ def sampling_params(sampling: SamplingParams, seed: int, room: int, eos: int | N
     """Translate sampling parameters into vLLM's.
 
     Args:
-        sampling: The parameters.
-        seed: Seed of the request.
         room: Number of tokens left in the context.
         eos: The tokenizer's end-of-text token. A complete response with a grammar may always end with it.
 

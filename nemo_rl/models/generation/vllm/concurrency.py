@@ -2,16 +2,15 @@
 
 vLLM starts as many requests as have space in the cache for their tokens so far. The requests grow. When the cache is
 full, vLLM takes one out (a preemption), drops its keys and values, and computes them again later. With long answers
-this repeats, because requests that are started again take the space of requests that are about to end. This module
-changes the limit of running requests:
+this repeats, because restarted requests take the space of requests about to end. This module changes the limit:
 
     more preemptions than a quarter of the running requests     the limit becomes the number that still runs
     as many requests as the limit have ended, with at most      the limit rises, by one or as far as the cache had
     half as many preemptions as that                            room, at most twofold
 
-A few preemptions remain, because a cache that is always full gives more answers in a given time than one with space for
-the longest of all answers. Requests beyond the limit wait in vLLM's queue, in order. Invariant: without a preemption,
-the limit is vLLM's own (`max_num_seqs`).
+A few preemptions remain, because a cache that is always full gives more answers per second than one with space for the
+longest answers. Other requests wait in vLLM's queue, in order. Invariant: without a preemption, the limit is vLLM's own
+(`max_num_seqs`).
 """
 
 from dataclasses import dataclass, field
@@ -74,11 +73,7 @@ class ConcurrencyLimit:
 
 
 class CacheWatch:
-    """Counts preemptions in the steps of an engine, and limits its running requests.
-
-    Args:
-        scheduler: vLLM's scheduler.
-    """
+    """Counts preemptions in the steps of an engine, and limits its running requests."""
 
     def __init__(self, scheduler: Any):
         self.limit = ConcurrencyLimit(scheduler.max_num_active_reqs)

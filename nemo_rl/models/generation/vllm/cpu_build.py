@@ -1,16 +1,15 @@
 """Repair and complete vLLM's CPU build: speculative decoding, expert parallelism, inputs in float8.
 
-`repair_speculation` repairs four errors of speculative decoding. Without Triton, the CPU build uses C++ functions in
-place of vLLM's kernels.
+`repair_speculation` repairs four errors of speculative decoding. Without Triton, C++ functions replace vLLM's kernels.
 
-- One of these functions repeats the temperature, top-k and top-p of each request for its proposed tokens. It writes its
-  result into a copy that is then dropped, so logits would be divided by uninitialized memory.
+- The function that repeats the temperature, top-k and top-p of each request for its proposed tokens writes into a copy
+  that is then dropped, so logits would be divided by uninitialized memory.
 - A step in which no request has proposals fails if a request has a top-k.
-- A draft model's own output head counts as equal to the model's. Both have been packed, and vLLM compares what is left
-  of their weights, which is nothing.
+- A draft model's own output head counts as equal to the model's, because vLLM compares their weights, which packing has
+  emptied.
 - vLLM moves a proposal past the end of the context to position 0 without a place in the cache, and the proposal after
   it to position 1, with the place of the prompt's second token. Other requests that share the prompt would then get
-  other proposals. The repair is needed for `drafting.propose_to_the_end`.
+  other proposals (see `drafting.propose_to_the_end`).
 
 Invariant: after these repairs each token is drawn from the same distribution as without speculation, and proposals
 depend only on the tokens of a request.
@@ -87,8 +86,7 @@ def repeat_for_tokens(
         output: `[T]`, which is written.
         values: `[B]`, the values of the requests.
         ends: `[B]`, the number of tokens of all requests up to and including this one.
-        replace_from: A value that is replaced.
-        replace_to: The value that replaces it.
+        replace_from: A value that is replaced by `replace_to`.
         max_num_tokens: Has no effect. It is an argument of vLLM's kernel.
     """
     counts = torch.diff(ends, prepend=ends.new_zeros(1)).long()

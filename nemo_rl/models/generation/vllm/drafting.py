@@ -1,14 +1,12 @@
 """Handle draft models of a running engine: weights that arrive in a sync, and counts of proposals.
 
 A draft model that is trained with the policy gets its tensors together with the policy's in every weight sync. It is
-one of two kinds. An EAGLE-3 head (`policy.draft`) has sizes from the policy's section, and is described to the engine
-by a folder with a `config.json` and no weights. The other kind is the policy's layers for multi-token prediction
-(`policy.megatron_cfg.mtp_num_layers`). Invariant: after a sync the engine proposes with the tensors that were loaded.
-An EAGLE-3 head shares only the embedding with the policy. The layers for multi-token prediction also share the output
-head.
+one of two kinds. An EAGLE-3 head (`policy.draft`) has sizes from the policy's section, is described to the engine by a
+folder with a `config.json` and no weights, and shares only the embedding with the policy. The other kind, the policy's
+layers for multi-token prediction (`policy.megatron_cfg.mtp_num_layers`), also shares the output head. Invariant: after
+a sync the engine proposes with the tensors that were loaded.
 
-This module also counts proposed and accepted tokens, and keeps the proposals of a request independent of other
-requests.
+The module also counts proposed and accepted tokens, and keeps a request's proposals independent of other requests.
 """
 
 import json
@@ -145,11 +143,7 @@ def load_into_draft(draft: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]
 
 
 class SpeculationWatch:
-    """Counts the results of speculative decoding in the steps of an engine.
-
-    Args:
-        scheduler: vLLM's scheduler.
-    """
+    """Counts the results of speculative decoding in the steps of an engine."""
 
     def __init__(self, scheduler: Any):
         self._counts = SpeculationCounts()

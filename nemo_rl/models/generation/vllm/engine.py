@@ -275,10 +275,7 @@ class VllmEngine(SteppedEngine):
         return client.engine_core.scheduler
 
     def decode(self, token_ids: list[int]) -> str | None:
-        """See `SteppedEngine.decode`.
-
-        It returns None for tokenizers of other libraries, which may decode differently.
-        """
+        """See `SteppedEngine.decode`. It returns None for other libraries' tokenizers, which may decode differently."""
         tokenizer = self._engine.renderer.tokenizer
         return sampled_text(tokenizer, token_ids) if isinstance(tokenizer, PreTrainedTokenizerBase) else None
 

@@ -55,12 +55,10 @@ def take_experts(worker: Any, wanted: list[tuple[str, int]]) -> list[Tensor] | N
     """Return the experts of requests that run, or that ended in the last step.
 
     Args:
-        worker: vLLM's worker.
         wanted: Id of each request, and the number of its first tokens whose experts are returned.
 
     Returns:
-        `[tokens, L, k]` for each request, where L counts the layers of this rank. None if another rank of the stage
-        answers.
+        `[tokens, L, k]` for each request, where L counts this rank's layers. None if another rank of the stage answers.
     """
     record: _Record = worker.expert_record
     return record.of_requests(wanted) if get_tp_group().is_first_rank else None
@@ -124,7 +122,6 @@ class ExpertReports:
     """The experts of one engine's responses.
 
     Args:
-        engine: vLLM's engine.
         on_cpu: Whether the experts are recorded here, because vLLM does not return them.
     """
 
@@ -162,7 +159,6 @@ class ExpertReports:
         """Return the experts of a request that is about to be ended, or None if vLLM does not return them.
 
         Args:
-            vllm_id: vLLM's id of the request.
             num_computed: Number of tokens whose keys and values are in the cache. 0 for a waiting request.
             num_tokens: Number of tokens of the prompt and the answer so far.
         """

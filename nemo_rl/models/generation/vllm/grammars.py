@@ -26,7 +26,6 @@ def of_tokens(token_ids: list[int], table: object, num_before: int = 0) -> list[
     """Return the log-probability of each token from a table with one entry for each position.
 
     Args:
-        token_ids: The tokens.
         table: vLLM's `FlatLogprobs`.
         num_before: Number of entries before those of the tokens.
 

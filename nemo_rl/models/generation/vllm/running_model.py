@@ -226,8 +226,7 @@ def lost_tensors(model: torch.nn.Module, unbound: set[str]) -> set[str]:
 def incomplete_layers(model: torch.nn.Module) -> set[str]:
     """Return the names of layers that lack some of their tensors (query, key and value in one layer, or experts).
 
-    vLLM would fill the rest with uninitialized memory. Embeddings are excluded, because they are padded to a larger
-    size.
+    vLLM would fill the rest with uninitialized memory. Embeddings are excluded, because they are padded.
     """
     names = set()
     for name, module in model.named_modules():

@@ -34,13 +34,10 @@ _BROKEN = (OSError, RuntimeError, ValueError, KeyError, AssertionError, EOFError
 
 
 class SavedTensors:
-    """Reads the tensors of a checkpoint folder.
-
-    Args:
-        folder: folder in the format `torch_dist`.
+    """Reads the tensors of a checkpoint folder in the format `torch_dist`.
 
     Raises:
-        CheckpointError: the folder is damaged, or not in this format.
+        CheckpointError: the folder is damaged, or in another format.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -94,11 +91,7 @@ _HALF = re.compile(r"_[wv]$")
 
 
 def by_parameter(names: Iterable[str]) -> dict[str, list[str]]:
-    """Group the names of stored tensors by the parameter of the whole model to which they belong.
-
-    Args:
-        names: `SavedTensors.names`.
-    """
+    """Group the names of stored tensors by the parameter of the whole model to which they belong."""
     from nemo_rl.models.megatron.conversion.parts import own_name
 
     found: dict[str, list[str]] = {}
@@ -173,14 +166,13 @@ def hub_tensors_of(
 
     Args:
         weights: the weights folder of a checkpoint.
-        config: Hugging Face configuration of the model.
         meta: yield only shapes and dtypes, as tensors on the meta device.
 
     Yields:
         Name, tensor, and whether the tensor keeps its dtype in an export.
 
     Raises:
-        CheckpointError: the folder is damaged, or its tensors do not fit the configuration.
+        CheckpointError: the folder is damaged, or its tensors do not fit the Hugging Face configuration.
     """
     from nemo_rl.models.huggingface.comparison import is_classifier
     from nemo_rl.models.megatron.conversion.rules import hub_tensors, rules_for

@@ -86,11 +86,10 @@ class _Planner(MCoreSavePlanner):
 
 
 def prepare(folder: Path, state: Sharded, keep: Keep = as_it_is, late: Keep = as_it_is) -> Write:
-    """Prepare to write a folder, in a collective call.
+    """Prepare to write this rank's sharded state to a folder, in a collective call.
 
     Args:
         folder: folder to write, which is created if it does not exist.
-        state: sharded state of this rank.
         keep: applied to every tensor that this rank will write.
         late: applied to each tensor when it is written. If given, each tensor gets its own file, so that its memory is
             freed when it has been written.
@@ -130,7 +129,6 @@ def read(folder: Path, state: Sharded) -> dict[str, Any]:
 
     Args:
         folder: folder that `prepare` wrote, on any mesh.
-        state: sharded state of this rank, on this mesh.
 
     Returns:
         The tensors in the structure of `state`.

@@ -135,7 +135,6 @@ def held_hf_weights(
 
     Args:
         chunks: the rank's virtual stages, wrapped or not.
-        hf_config: Hugging Face configuration of the model.
         device: device to which the values are moved.
         dtype: dtype of the values; None keeps the dtype of the parameters. Correction biases of routers stay in
             float32, as in engines.
@@ -161,15 +160,13 @@ def held_tensors(
     dtype: torch.dtype | None = None,
     value: Callable[[Tensor], Tensor] = Tensor.detach,
 ) -> Iterator[Readable]:
-    """Yield the hub tensors of the parameters that the rules describe (see `held_hf_weights`).
+    """Yield the hub tensors of the parameters that the rules describe.
+
+    `device`, `dtype` and `value` are those of `held_hf_weights`.
 
     Args:
         held: this rank's shards, by their names in the whole model.
-        rules: rules of these parameters.
         groups: process groups of the mesh.
-        device: see `held_hf_weights`.
-        dtype: see `held_hf_weights`.
-        value: see `held_hf_weights`.
     """
     holders(held, rules, groups)
     for number, bundle in enumerate(rules.bundles()):

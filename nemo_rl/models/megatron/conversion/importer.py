@@ -32,7 +32,6 @@ def load_huggingface(
 
     Args:
         chunks: the rank's virtual stages, wrapped or not.
-        hf_config: Hugging Face configuration of the model in the folder.
         folder: folder with safetensors files.
         has_scalar_head: whether the output layer is a scalar head. It keeps its values if the files have none for it.
 
@@ -64,11 +63,9 @@ def keep_precision(tensor: Tensor, rule: Rule) -> None:
 
 @torch.no_grad()
 def fill(tensor: Tensor, rule: Rule, parts: Mapping[int, Part], source: TensorSource, groups: Groups) -> None:
-    """Copy parts of a parameter into this rank's shard of the parameter.
+    """Copy parts of a parameter into `tensor`, this rank's shard of the parameter.
 
     Args:
-        tensor: the shard.
-        rule: rule of the parameter.
         parts: parts to copy, by their indices in the rule.
         source: hub tensors that hold the parts.
         groups: process groups of the mesh.
@@ -117,7 +114,6 @@ class HubReceiver:
 
     Args:
         chunks: the rank's virtual stages.
-        hf_config: Hugging Face configuration of the model.
 
     Raises:
         CheckpointError: the model has parameters that the configuration does not describe, or lacks parameters.
@@ -137,10 +133,7 @@ class HubReceiver:
         holders(self._held, self._rules, self._groups)
 
     def begin(self) -> None:
-        """Start an update that must send every tensor.
-
-        The parameters are looked up again, because buffers are replaced when a model is moved to another device.
-        """
+        """Start an update of all tensors, and look up the parameters, because moving a model replaces buffers."""
         self._held = held_here(self._chunks, self._rules, self._groups)
         self._missing = {}
         for name, uses in self._uses.items():

@@ -144,11 +144,7 @@ class Part:
         return TensorBlock(tuple(start for start, _ in sides), tuple(stop - start for start, stop in sides))
 
     def in_tensor(self, values: Sequence[Tensor]) -> Tensor:
-        """Return the values of a `block` in the hub tensor's layout.
-
-        Args:
-            values: rows of the part; if shares are interleaved, the same rows of every share.
-        """
+        """Return a `block` in the hub tensor's layout, from rows of the part or of each interleaved share."""
         rows = torch.stack(list(values), dim=1).flatten(0, 1) if self.interleaved else values[0]
         rows = rows.t() if self.transposed else rows
         return rows if self.expert is None else rows[None]
@@ -195,12 +191,7 @@ class Rule:
     """Whether the parameter is the last pipeline stage's copy of a tied weight, which is not exported."""
 
     def part_shapes(self, shard_shape: Sequence[int], num_shards: int) -> list[tuple[int, ...]]:
-        """Return the shape of each part of the whole parameter.
-
-        Args:
-            shard_shape: shape of one of the parameter's shards.
-            num_shards: number of shards.
-        """
+        """Return the shape of each part of the whole parameter, given the shape and number of its shards."""
         shape = [size * num_shards if dim == self.dim else size for dim, size in enumerate(shard_shape)]
         return [(rows, *shape[1:]) for rows in self.layout.part_rows(shape[0])]
 
@@ -214,7 +205,6 @@ class Rule:
         """Return a whole part, joined from its rows in each shard. It is a view if its rows are adjacent in one shard.
 
         Args:
-            index: index of the part in the rule.
             shards: all shards of a parameter that is divided along its rows, or the whole parameter.
         """
         found: list[tuple[int, Tensor]] = []

@@ -58,7 +58,6 @@ class Layers:
         """Yield all rules of a multi-token-prediction layer. In hub names its number follows those of other layers.
 
         Args:
-            config: configuration of the model.
             depth: number of the layer among the multi-token-prediction layers, from 0.
 
         Raises:
@@ -260,7 +259,6 @@ def rules_for(hf_config: PretrainedConfig, *, has_scalar_head: bool = False, num
     """Build the rules of a model.
 
     Args:
-        hf_config: Hugging Face configuration of the model.
         has_scalar_head: whether a head with one output, whole on every rank, replaces the head for tokens.
         num_mtp_layers: number of layers for multi-token prediction that are part of the model.
 
@@ -300,8 +298,7 @@ def hub_tensors(rules: Rules, read: Callable[[str], Tensor]) -> Iterator[tuple[s
     """Yield all hub tensors, made from whole parameters, in the order of the model.
 
     Args:
-        read: reads a parameter by its name; it is called once for each parameter. At most one parameter, or the experts
-            of one layer, are in memory.
+        read: reads a parameter by its name, once for each. At most one parameter or one layer's experts are in memory.
 
     Yields:
         Name, tensor, and whether the tensor keeps its dtype.

@@ -40,7 +40,6 @@ def require_packed_attention(chosen: str | None, capability: tuple[int, int], *,
 
     Args:
         chosen: `policy.megatron_cfg.attention_backend`.
-        capability: compute capability of the GPU.
         has_flash_attn: whether the package flash-attn can be imported.
 
     Raises:
@@ -76,12 +75,10 @@ def build_chunks(
     """Build this rank's part of the model, after Megatron Core's parallel state is initialized.
 
     Args:
-        hf_config: Hugging Face configuration of the model.
         options: the section `policy.megatron_cfg`.
         precision: dtype of the weights.
         device: device of the weights. A GPU must be the current one.
-        seed: seed of the initial weights if `model_overrides.perform_initialization` is set. Otherwise the weights are
-            not initialized.
+        seed: seed of the weights, which are initialized if `model_overrides.perform_initialization` is set.
         trains: whether to refuse options with which gradients would be wrong.
 
     Returns:

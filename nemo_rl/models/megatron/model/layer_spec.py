@@ -1,8 +1,7 @@
 """Choose the layer specification of a model: Transformer Engine's or a portable one.
 
-Invariant: all layers of a model use the same specification. Both specifications have the same parameters. If
-Transformer Engine fuses a norm into the following linear layer, the norm's weight has another name, and `conversion`
-handles both names.
+Invariant: all layers of a model use the same specification. Both have the same parameters. If Transformer Engine fuses
+a norm into the next linear layer, the norm's weight has another name (`conversion` handles both).
 """
 
 from typing import Any
@@ -41,7 +40,6 @@ def choose_spec(
 
     Args:
         config: configuration of the model; `transformer_impl` selects the specification.
-        traits: traits of the family.
         vp_stage: number of the virtual stage; None without virtual stages.
         separate_norms: do not fuse norms into the following linear layers, whose inputs adapters need.
     """

@@ -90,7 +90,6 @@ def check_mtp(section: str, policy: PolicyConfig, model: PretrainedConfig) -> Fi
 
     Args:
         section: name of the section, such as `policy`.
-        model: Hugging Face configuration of the model.
     """
     asked = policy.megatron_cfg
     if not asked.mtp_num_layers:

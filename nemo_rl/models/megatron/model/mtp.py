@@ -30,8 +30,7 @@ from nemo_rl.models.megatron.inputs import FurtherTokens, RankInputs
 class MTPModel(GPTModel):
     """A GPTModel that passes the hidden states of its MTP layers to the output processor if they are trained.
 
-    Megatron Core's own MTP loss is not used, because its scale depends on the microbatches, and it needs all logits in
-    memory at the same time.
+    Megatron Core's own MTP loss is not used: its scale depends on the microbatches, and it needs all logits at once.
     """
 
     @override
@@ -82,7 +81,6 @@ class MTPLoss:
     Args:
         section: `policy.megatron_cfg`, with MTP layers.
         head_options: see `RowScorer`.
-        device: device on which the model computes.
     """
 
     def __init__(self, section: MegatronConfig, head_options: dict[str, Any], device: torch.device) -> None:

@@ -231,10 +231,7 @@ class PolicyWorker(ScoringWorker):
         self._sender.begin(self.backend.held_weights(getattr(torch, dtype)))
 
     def _new_sender(self, lanes: list[Lane], encoding: Encoding | None) -> WeightSender:
-        """Make this rank's sender, in a collective call.
-
-        If one rank fails, all do, so that none waits for its blocks.
-        """
+        """Make this rank's sender, in a collective call. If one rank fails, all do, so none waits for its blocks."""
         rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
         group = dist.group.WORLD if dist.is_initialized() else None
         sender, failures = None, []

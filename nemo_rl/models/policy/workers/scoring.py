@@ -107,7 +107,6 @@ class ScoringWorker:
         Args:
             data: `input_ids [b, T]` and `input_lengths [b]`, in microbatch order.
             sizes: Number of rows of each microbatch.
-            k: Number of logits per token.
             vocab_size: Only token ids below it are considered. None considers all.
 
         Returns:
