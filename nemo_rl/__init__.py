@@ -1,9 +1,8 @@
 """Train language models by reinforcement learning, supervised training and preferences.
 
-The names below are what a notebook needs (docs/start/python.md and notebook.md); everything else is imported from its
-own module.
-Invariant: a name is imported when it is first used, so `import nemo_rl` and `import nemo_rl.config` load neither torch
-nor ray.
+The names below are what a notebook needs (docs/start/python.md, notebook.md). Other names are imported from their
+modules. Invariant: a name is imported when it is first used, so `import nemo_rl` and `import nemo_rl.config` load
+neither torch nor ray.
 """
 
 from typing import TYPE_CHECKING

@@ -67,7 +67,6 @@ def check_teacher_fits(config: DistillationMasterConfig, tokenizer: TokenizerTyp
     """Compare the vocabularies of teacher and student, from their tokenizers and model configurations.
 
     Args:
-        config: The run's configuration.
         tokenizer: The student's tokenizer.
 
     Returns:
@@ -90,10 +89,9 @@ def check_teacher_fits(config: DistillationMasterConfig, tokenizer: TokenizerTyp
 
 
 def check_vocab_equality(tokenizer: TokenizerType, student_model_name: str, teacher_model_name: str) -> None:
-    """Refuse a teacher whose tokenizer gives a token another id than the student's tokenizer.
+    """Refuse a teacher whose tokenizer gives a token another id than `tokenizer`, the student's.
 
     Args:
-        tokenizer: The student's tokenizer.
         student_model_name: Hub id or folder of the student, for the message.
         teacher_model_name: Hub id or folder of the teacher.
 

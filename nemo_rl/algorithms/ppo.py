@@ -5,9 +5,8 @@ One step (`runtime.run.train`):
     rollouts ─► log-probabilities ─► values ─► advantages, returns ─► critic's updates ─► policy's updates
                 scoring              critic    credit.token_credit   critic              critic.PolicyEpochs
 
-The critic is a second model of the run, configured in the section `value`. Everything else is shared with GRPO:
-rollouts, weight sync, overlap, the loss of the policy. Invariant: the advantages and returns of a step are computed
-from the weights at the start of the step.
+The critic is a second model of the run (section `value`). Rollouts, weight sync, overlap and the loss of the policy are
+shared with GRPO. Invariant: advantages and returns of a step are computed from the weights at its start.
 """
 
 from collections.abc import Mapping, Sequence
@@ -158,8 +157,7 @@ class PolicyEpochs:
     ) -> TrainResult:
         """Make all updates of a step, or none while only the critic is trained (see `runtime.run.Trainer`).
 
-        Values and returns are not sent to the ranks. Counts of samples and tokens in the metrics are those of one
-        epoch.
+        Ranks do not get values and returns. Counts of samples and tokens in the metrics are those of one epoch.
         """
         if self.session.step <= self.critic_only_steps:
             return _nothing_trained(data)
@@ -183,9 +181,7 @@ def train_in_epochs(
     """Train on the rows several times, always in the same order and in one call of `model.train`.
 
     Args:
-        model: The model that is trained.
         gbs: Number of rows of each optimizer update, or a list of these numbers for the updates of one pass.
-        epochs: Number of passes.
 
     Raises:
         DataError: The rows do not divide into updates of `gbs` rows. Rows of two passes are never in one update.
@@ -285,11 +281,7 @@ def recipe(config: PPOMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
 
 
 def check_vocabulary(config: PPOMasterConfig, tokenizer: TokenizerType) -> None:
-    """Check that every token has the same id for the critic as for the policy, whose token ids the critic reads.
-
-    Args:
-        config: The run's configuration.
-        tokenizer: The policy's tokenizer.
+    """Check that every token has the same id for the critic as in the policy's `tokenizer`, whose ids the critic reads.
 
     Raises:
         ConfigError: A token has another id in the critic's tokenizer, or that tokenizer cannot be loaded.

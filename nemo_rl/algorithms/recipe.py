@@ -1,7 +1,6 @@
 """Define the recipe of a run: the choices of its algorithm that need no worker.
 
-Each algorithm has a function `recipe` that makes these choices from the configuration and from the parts that the
-caller passes. `start.start_run` starts a run from them.
+Each algorithm's `recipe` makes the choices from the configuration and the caller's parts, for `start.start_run`.
 """
 
 from collections.abc import Callable, Mapping

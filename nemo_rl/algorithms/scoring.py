@@ -24,10 +24,9 @@ logger = logging.getLogger(__name__)
 class PolicyScoring:
     """Stage that adds log-probabilities to a batch (`runtime.run.Stage`).
 
-    `forward_passes` decides once which of the two forward passes a run needs. If a batch is trained on in one optimizer
-    update, the update's own forward pass uses the same weights as a separate pass would. `prev_logprobs` are then left
-    out, and the loss uses its current log-probabilities, detached, in their place. The results are the same, with a
-    third less work.
+    `forward_passes` decides once which of the two forward passes a run needs. With one optimizer update per batch, the
+    update's own forward pass uses the same weights as a separate pass would. `prev_logprobs` are then left out, and the
+    loss uses its detached current log-probabilities: the same results with a third less work.
     """
 
     policy: ScoringModel
@@ -52,9 +51,8 @@ class PolicyScoring:
 
         The ratio in the loss compares the current policy with the policy that sampled. For a token sampled by the
         current weights, the latter is the policy before the update. For a stale token it is an older policy, whose
-        weights no longer exist, so the engine's log-probability (`generation_logprobs`) is used. With
-        `corrects_staleness`, the policy before the update is used for all tokens, because the importance weights of the
-        loss are relative to it.
+        weights no longer exist, so the engine's `generation_logprobs` are used. With `corrects_staleness`, all tokens
+        use the policy before the update, to which the importance weights of the loss are relative.
 
         If engine log-probabilities are used, metrics that compare policy and engine would compare the engine with
         itself. They are left out of such a step (`StepBatch.unmeasured`).

@@ -156,8 +156,7 @@ class _MovedModule(Loader):
 class _MovedFinder(MetaPathFinder):
     """Finds modules of `MOVED`.
 
-    It is the first finder, because other finders would search a moved package for its modules and load them a second
-    time.
+    It comes first, because other finders would search a moved package for its modules and load them a second time.
     """
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:

@@ -1,7 +1,6 @@
 """Join data into batches for the data loader, and mark the tokens that count in the loss.
 
-Invariant: row i of every value belongs to datum i, and its token ids are those of the datum's messages, concatenated in
-order.
+Invariant: row i of every value belongs to datum i, and its token ids are those of the datum's messages, in order.
 
 B is the number of conversations and T the number of tokens of a row.
 """
@@ -194,7 +193,6 @@ def batched_message_log_to_flat_message(
     """Flatten and right-pad a batch of logs.
 
     Args:
-        message_log_batch: B logs.
         pad_value_dict: Padding value of each tensor key, which is 0 for keys that are left out.
         make_sequence_length_divisible_by: Round the padded length T up to a multiple of this.
 

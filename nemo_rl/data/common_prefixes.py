@@ -7,8 +7,7 @@
 
 The tree is stored as two lists: an order in which rows with a common prefix follow each other, and the number of tokens
 that each row shares with the row before it. The number of tokens that any two rows share is the minimum of these
-numbers between the two rows. For this reason the lists for some of the rows can be computed from the lists for all
-rows.
+numbers between the two rows, so the lists for some rows follow from those for all rows.
 
 Invariant: the last token of a common prefix is not shared, but belongs to each row. So each row has at least one token
 of its own. The token after a shared token is the same in all rows that share it, so only one score is needed for it.

@@ -1,8 +1,7 @@
 """Give each prompt a level of effort. The level is drawn, and the prompt is rendered again with the level's texts.
 
-This works with any environment, and with any processor whose data has `DatumSpec.chat`. Invariant: the level of a
-prompt depends only on the run's seed, the phase and the row. It is therefore the same for all answers to the prompt, in
-all processes, in a resumed run, and for `nemo_rl regrade`.
+Any environment works, and any processor whose data has `DatumSpec.chat`. Invariant: a prompt's level depends only on
+run seed, phase and row, and so is the same for all answers, processes, resumed runs and `nemo_rl regrade`.
 """
 
 import inspect
@@ -48,9 +47,7 @@ class EffortRows:
     """Prompts, each with its level of effort, as a part of a `MixedDataset`.
 
     Args:
-        rows: the prompts without levels.
         phase: see `drawn_level`.
-        tokenizer: tokenizer that renders the prompts again.
         max_seq_length: largest number of tokens of a prompt, or None for no limit.
         rules: see `prompt_entry`.
         first_row: number of the first prompt among the rows of all parts.
@@ -142,10 +139,6 @@ def with_effort_levels(
     config: DataConfig,
 ) -> RunData:
     """Give the prompts of a run their levels. Return the data unchanged if there are no levels.
-
-    Args:
-        data: the prompts.
-        tokenizer: tokenizer that renders the prompts again.
 
     Raises:
         ConfigError: the chat template does not read a variable of a level.

@@ -28,9 +28,7 @@ class EpochSampler(Sampler[int]):
     """Row indices of one epoch, between two positions that `begin` sets.
 
     Args:
-        num_rows: Number of rows of the data set.
         shuffle: Whether to draw a new order for each epoch. If False, the order is 0, 1, 2, ...
-        seed: Seed of the orders.
     """
 
     def __init__(self, num_rows: int, shuffle: bool, seed: int) -> None:
@@ -137,14 +135,10 @@ class PromptLoader(StatefulDataLoader):
         return self._order.order(self.epoch)[end - self._size : end]
 
     def take(self, num_rows: int) -> list[int]:
-        """Draw the next rows without preparing them, so that the next `iter()` continues after them.
-
-        Args:
-            num_rows: Largest number of rows.
+        """Draw up to `num_rows` rows without preparing them, so that the next `iter()` continues after them.
 
         Returns:
-            Indices of rows of this epoch. If the epoch has no more rows, the list is empty, and the next call begins
-            the next epoch.
+            Indices of rows of this epoch, or an empty list if it has no more. The next call then begins the next epoch.
         """
         rows = self._next_rows(num_rows)
         self._num_rows_done += len(rows)
@@ -284,13 +278,10 @@ def build_loader(
 
     Args:
         dataset: Data with `len()`, `[i]` and `place(i)`.
-        batch_size: Number of prompts in a batch.
         shuffle: Whether each epoch has a new order.
-        seed: Seed of the orders.
         num_workers: Number of processes that prepare prompts, or 0 for this process.
         drop_last: Whether to leave out the rows of an epoch that do not fill a batch.
         max_rows: Number of first rows of the data set to use, or None for all rows.
-        collate_fn: Function that joins data into a batch.
         accept_changes: Whether to continue from a position in other data (see `PromptLoader.load_state_dict`).
         max_bad_row_share: Largest share of unusable rows in an epoch. Above it, iterating raises `DataError`.
 
@@ -320,9 +311,8 @@ def build_loader(
 def _begin_worker(worker_id: int) -> None:
     """Detach a forked data worker from the state that it inherited from the run.
 
-    The worker ignores Ctrl-C and a closed terminal, because the run ends it. Garbage collection must not clean up
-    objects of the run, such as Ray's, because their clean-up would wait for threads that exist only in the run's
-    process.
+    The worker ignores Ctrl-C and a closed terminal, because the run ends it. Garbage collection must not clean up the
+    run's objects (Ray's among them): this would wait for threads that exist only in the run's process.
     """
     os.setpgid(0, 0)
     gc.freeze()

@@ -187,8 +187,7 @@ def forward_arguments(column: Sequence[RowInputs]) -> dict[str, Tensor]:
         column: inputs of b rows, as `completed` returns them, in the order of the rows' tokens.
 
     Returns:
-        By argument name: each input `[n_0 + ... + n_(b-1), ...]`, and the numbers of items `[b]` int64 of inputs with
-        `lengths_as`.
+        By argument: inputs `[n_0 + ... + n_(b-1), ...]`, and item counts `[b]` int64 of those with `lengths_as`.
     """
     arguments: dict[str, Tensor] = {}
     for name, first in column[0].inputs.items():

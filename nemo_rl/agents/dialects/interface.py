@@ -29,8 +29,7 @@ class Dialect(Protocol):
         """Read a request.
 
         Raises:
-            CallError: a field is wrong, or asks for something that the endpoint does not support (both with status
-                400).
+            CallError: a field is wrong, or the endpoint does not support what it asks for (status 400 for both).
         """
 
     def response(

@@ -14,7 +14,6 @@ def header(body: Body, answers: Sequence[CallAnswer], kind: str, id_prefix: str)
     """Return the fields at the beginning of each response.
 
     Args:
-        body: the request.
         id_prefix: beginning of the response's id, such as `chatcmpl-`.
     """
     return {
@@ -46,9 +45,7 @@ def last_events(body: Body, head: Mapping[str, Any], answers: Sequence[CallAnswe
     """Yield the last events of a stream: the numbers of tokens if the request asks for them, and the end mark.
 
     Args:
-        body: the request.
         head: the fields at the beginning of each chunk.
-        answers: the answers of the request.
     """
     if _wants_usage(body):
         yield Event({**head, "choices": [], "usage": usage(answers)})
@@ -81,7 +78,7 @@ def prompt_token_ids(body: Body, answers: Sequence[CallAnswer]) -> dict[str, Any
 def exact_tokens(body: Body, answer: CallAnswer) -> dict[str, Any]:
     """Return the fields with all tokens of a call, as servers of NeMo Gym read them, if the request asks for them.
 
-    Later requests may contain messages with these fields, which the endpoint ignores.
+    The endpoint ignores these fields in messages of later requests.
     """
     if not body.get("return_tokens_as_token_ids"):
         return {}

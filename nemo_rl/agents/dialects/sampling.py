@@ -30,7 +30,6 @@ def answer_form(fields: Fields, own: FormPlaces = ()) -> Grammar | None:
     """Return the form that a request demands of its answer (for example a JSON schema), or None if any form is allowed.
 
     Args:
-        fields: the request.
         own: places of the form in this API, besides `response_format`.
 
     Raises:
@@ -162,9 +161,7 @@ def sampling_fields(
     """Return the attributes of a `CallRequest` that say how to sample, by name.
 
     Args:
-        fields: the request.
-        length_fields: names of the fields for the largest number of tokens, of which the first one that is given
-            counts.
+        length_fields: names of fields for the largest number of tokens. The first one that is given counts.
         stop_field: name of the field for stop strings.
         own_forms: see `answer_form`.
 

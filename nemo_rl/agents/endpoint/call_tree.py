@@ -97,11 +97,7 @@ class CallTree:
     """Calls that are plain completions, with the text of prompt and answer."""
 
     def find(self, request: CallRequest) -> History:
-        """Find the call that a request continues.
-
-        It is the one whose messages and answer match the longest prefix of the request's messages. The result is an
-        empty `History` if there is none.
-        """
+        """Find the call whose messages and answer are the longest prefix of a request, or return an empty `History`."""
         digests = list(_digests(request))
         for known in range(len(request.messages) - 1, 0, -1):
             call = self._call_at(digests[known], request.messages[known - 1])
@@ -138,7 +134,6 @@ class CallTree:
         """Add an answered call.
 
         Args:
-            request: the request that was answered.
             message: the answer as the program gets it.
             plain_text: text of prompt and answer of a plain completion, with special tokens.
         """
@@ -176,8 +171,7 @@ def _with_message(digest: Digest, message: Message) -> Digest:
 def _identity(message: Message) -> list[Any]:
     """Return the parts of a message that are the same in equal messages.
 
-    Clients that send an answer back may drop its reasoning and the white space around it, and may format the arguments
-    of its calls differently.
+    Clients may send an answer back without reasoning and outer white space, and with calls in another format.
     """
     text = content_text(message.get("content") or "")
     if message["role"] == "assistant":

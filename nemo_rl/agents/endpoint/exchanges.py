@@ -1,9 +1,8 @@
 """Keep requests with their answers, so that a request that a client repeats is not sampled again.
 
 A client repeats a request if it was refused for the moment, or if the connection was lost before or after the answer.
-The packages openai and anthropic mark repeated requests in a header. Invariant: if no client waits for an answer and
-none has received it, the next request with the same content gets this answer. Two requests with the same content that
-are not repetitions get two answers.
+The packages openai and anthropic mark repeated requests in a header. Invariant: an answer that no client has received
+or waits for is given to the next request with the same content. Requests that are no repetitions get their own.
 """
 
 import asyncio

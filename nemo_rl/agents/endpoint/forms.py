@@ -13,10 +13,7 @@ _DEFINITIONS = ("$defs", "definitions")
 
 
 def form_of_calls(request: CallRequest) -> Grammar:
-    """Return the form of an answer that calls a tool.
-
-    Args:
-        request: request with a `forced_tool`.
+    """Return the form of an answer that calls a tool, for a request with a `forced_tool`.
 
     Raises:
         CallError: two tools define the same name in different ways, or a schema refers to a part of itself outside of
@@ -43,12 +40,7 @@ def form_of_calls(request: CallRequest) -> Grammar:
 
 
 def read_calls(text: str, request: CallRequest) -> list[tuple[str, str]] | None:
-    """Return names and arguments of the calls in an answer, or None if the answer was cut off.
-
-    Args:
-        text: the answer.
-        request: request with a `forced_tool`.
-    """
+    """Return names and arguments of the calls in the answer to a `forced_tool`, or None if the answer was cut off."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -112,8 +104,6 @@ def with_form(sampling: SamplingParams, request: CallRequest, *, trains: bool, f
     """Return sampling parameters with the grammar that a request demands (a response format or a forced tool call).
 
     Args:
-        sampling: sampling parameters of the request.
-        request: request that may demand a form or tool calls.
         trains: whether the policy is trained on the answer.
         forwards: whether requests are forwarded to another server, which then enforces tool calls itself.
 

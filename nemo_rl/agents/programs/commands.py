@@ -3,9 +3,8 @@
     environment ── stdin: command ──► guard ──► program and what it starts
                 ◄── stdout, stderr ───────────────┘  └─► reward.json
 
-Invariant: when `run` returns or is cancelled, no process and no file of the program exists. If this process dies,
-`guard` ends the program's processes and removes its files. If the program kills `guard`, `end_processes` finds its
-processes.
+Invariant: when `run` returns or is cancelled, no process and no file of the program exists. `guard` removes both if
+this process dies. If the program kills `guard`, `end_processes` finds its processes.
 """
 
 import asyncio
@@ -216,10 +215,7 @@ def result_of(task: AgentTask, status: int, out: str, err: str, files: Mapping[s
     """Return the result of a program that has ended. Its output is the answer if it left no reward file.
 
     Args:
-        task: the task that the program got.
         status: exit status, or 128 + n if signal n ended the program.
-        out: standard output.
-        err: standard error.
         files: content of the files that the program wrote, or None for a file that cannot be read.
 
     Raises:

@@ -1,10 +1,9 @@
 """Run a command, and end every process that it started when the command ends.
 
 The guard is started as `python -I -S guard.py FOLDER PARENT`. FOLDER contains the files of the command. The process
-PARENT, which started the guard, removes these files; if it has died, the guard removes them. The first line of standard
-input is JSON with the command and its environment. When standard input ends, because PARENT closed it or has died, the
-guard ends the command. Invariant: when the guard ends, no process of the command exists. To find these processes, it
-adopts orphans. It imports only the standard library.
+PARENT, which started the guard, removes these files, or the guard does if PARENT has died. The first line of standard
+input is JSON with the command and its environment. When PARENT closes it or dies, the command is ended. Invariant:
+when the guard ends, no process of the command exists. It adopts orphans, and imports only the standard library.
 """
 
 import ctypes

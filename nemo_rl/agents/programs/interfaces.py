@@ -35,9 +35,7 @@ class AgentResult:
 
 
 def read_result(value: Any) -> AgentResult:
-    """Read the value that a program returned.
-
-    The value may be a number or bool (the reward), a text (the answer), a mapping with both and more, or None.
+    """Read a returned number or bool (the reward), text (the answer), mapping with both and more, or None.
 
     Raises:
         ValueError: the value is something else, or a number in it is not finite.

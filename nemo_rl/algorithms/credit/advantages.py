@@ -1,8 +1,7 @@
 """Compute the advantage of each sampled token from the rewards of its group.
 
-Invariants: a sample whose `valid_mask` is 0 has no reward and is left out of every baseline, deviation and whitening.
-The advantage of a token that does not count in the loss is 0. A sample that has a reward, but that the loss leaves out,
-stays in the baseline and in the deviation.
+Invariants: a sample without a reward (`valid_mask` 0) enters no baseline, deviation or whitening. A sample that only
+the loss leaves out stays in baseline and deviation. Tokens that do not count in the loss have the advantage 0.
 
 Legend: `B` samples, `T` tokens, `K` reward components, `N` response turns of the sample with the most turns.
 """
@@ -80,10 +79,9 @@ class AdvantageEstimator(Protocol):
 class GRPOAdvantageEstimator:
     """Group-relative advantages: GRPO, and with other settings RLOO and Dr.GRPO.
 
-    GRPO (arXiv 2402.03300) computes `(r - mean) / std`, where `std` is the sample deviation (n - 1) of the group or of
-    the batch. RLOO (arXiv 2402.14740) subtracts a leave-one-out baseline and does not normalise. Dr.GRPO (arXiv
-    2503.20783) subtracts the mean and does not normalise. Use Dr.GRPO with `loss_fn.constant_sample_length`, which
-    divides all answers by the same length.
+    GRPO (arXiv 2402.03300) computes `(r - mean) / std`, with the sample deviation of the group or batch. RLOO (arXiv
+    2402.14740) subtracts a leave-one-out baseline, Dr.GRPO (arXiv 2503.20783) the mean, and neither normalises. Use
+    Dr.GRPO with `loss_fn.constant_sample_length`, which divides all answers by the same length.
     """
 
     needs_logprobs = False

@@ -53,21 +53,19 @@ def group_statistics(
 ) -> GroupStatistics:
     """Return mean and sample standard deviation of the rewards that each sample is compared with.
 
-    A sample is compared with the rewards of the m valid samples of its group, without its own if `leave_one_out`. The
-    deviation divides by one less than the number of these rewards. With deviations d from the mean of n samples and S =
-    sum(d^2), leaving sample i out gives mean_i = mean - d_i / (n - 1) and var_i = (S - d_i^2 n / (n - 1)) / (n - 2).
+    A sample is compared with the rewards of the valid samples of its group, without its own if `leave_one_out`. With
+    deviations d from the mean of n samples and S = sum(d^2), leaving sample i out gives mean_i = mean - d_i / (n - 1)
+    and var_i = (S - d_i^2 n / (n - 1)) / (n - 2).
 
-    If a group has at most one valid member, the baseline of its samples is their own reward. The deviation is 0 if a
-    sample is compared with one reward only, or if the deviation is at most `EQUAL_SPREAD` of the largest magnitude of
-    the group.
+    If a group has at most one valid member, the baseline of its samples is their own reward. The deviation is 0 if
+    there is only one reward to compare with, or if it is at most `EQUAL_SPREAD` of the largest magnitude of the group.
 
     Args:
         rewards_B: `[B]` float.
         group_ids_B: `[B]` int64, any values.
         valid_mask_B: `[B]`, non-zero for samples that count.
         leave_one_out: Leave the sample itself out of the rewards that it is compared with.
-        magnitudes_B: `[B]`, the sum of the absolute values of the summands of each reward, if rewards are sums. If
-            None, the absolute value of the reward.
+        magnitudes_B: `[B]`, sum of the absolute summands of each reward. If None, the absolute value of the reward.
     """
     rewards_B = rewards_B.double()
     valid_B = (valid_mask_B != 0).double()

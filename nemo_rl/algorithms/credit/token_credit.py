@@ -174,8 +174,6 @@ class GeneralizedAdvantageEstimator:
         """Return advantages of the policy and returns of the critic, `[B, N]` float64 each.
 
         Args:
-            tokens: the tokens of the samples.
-            rewards_BN: the reward of each token.
             values_BN: the value of the state before each token.
             after_B: the value of the state after the last token of each sample.
         """

@@ -42,8 +42,7 @@ def turn_advantage(
 
     Args:
         turn_rewards_BN: `[B, N]` float.
-        has_turn_BN: `[B, N]` bool. False where the sample has no such turn, and for all turns of samples that are left
-            out of all statistics.
+        has_turn_BN: `[B, N]` bool, False also for all turns of samples that are left out of all statistics.
         group_ids_B: `[B]` int64; rows with equal ids are answers to one prompt.
         credit: Which of the two formulas of this module is used.
         discount: Factor for each turn between a reward and the turn that gets it, from 0 to 1.
@@ -88,7 +87,6 @@ def per_token_of_turns(advantage_BN: Tensor, turn_spans: Tensor, mask: Tensor, d
     """Give each token that counts the advantage of its turn, `[B, T]`.
 
     Args:
-        advantage_BN: `[B, N]`.
         turn_spans: `[B, N, 2]` int64, first token and end of each turn. Both are 0 after the last turn of a sample.
         mask: `[B, T]`, non-zero on tokens that count, all of them within turns.
     """
@@ -153,7 +151,6 @@ def set_invalid_tool_calls(advantages: Tensor, mask: Tensor, trajectories: Seque
         advantages: `[B, T]`, as an estimator computed them.
         mask: `[B, T]`, non-zero on tokens that count in the loss.
         trajectories: B samples, whose `invalid_tool_call_turns` are set.
-        value: The advantage.
     """
     for row, trajectory in enumerate(trajectories):
         for span, is_invalid in zip(trajectory.turn_spans, trajectory.invalid_tool_call_turns, strict=False):
@@ -168,7 +165,6 @@ def set_malformed_thinking(advantages: Tensor, mask: Tensor, trajectories: Seque
         advantages: `[B, T]`, as an estimator computed them.
         mask: `[B, T]`, non-zero on tokens that count in the loss.
         trajectories: B samples, whose `malformed_thinking` is set.
-        value: The advantage.
     """
     for row, trajectory in enumerate(trajectories):
         for span in trajectory.malformed_thinking:

@@ -218,14 +218,10 @@ _ORDERS: Mapping[str, Callable[[OpenGroup], tuple[int, ...]]] = {
 
 
 def groups_of_step(groups: Sequence[OpenGroup], count: int, step: int, order: str) -> list[OpenGroup]:
-    """Choose the groups that a step takes. Some of them may still be running.
+    """Choose from all open groups those that a step takes. Some of them may still be running.
 
     Each later step takes `count` groups too. So of the groups whose last step is d or earlier, all but `count * (d -
-    step)` have to be taken now (earliest deadline first). The remaining places are filled by `order`.
-
-    Args:
-        groups: All open groups.
-        order: Value of `overlap.order`.
+    step)` have to be taken now (earliest deadline first). Other places are filled by `order` (`overlap.order`).
     """
     ranked = sorted(groups, key=_ORDERS[order])
     chosen: dict[OpenGroup, None] = {}
@@ -282,9 +278,8 @@ class AheadRollouts:
 
         - `buffer_size`: number of groups that were started for later steps.
         - `num_skipped_prompts`: number of groups of the step whose samples failed (`GroupFailures`).
-        - `num_continued_tokens`, for the first step after a resume: sampled tokens of unfinished groups that are kept.
-        - `num_restarted_tokens`, for the first step after a resume: sampled tokens that are discarded and sampled
-          again.
+        - `num_continued_tokens`, in the first step of a resumed run: sampled tokens of unfinished groups that are kept.
+        - `num_restarted_tokens`, in the same step: sampled tokens that are discarded and sampled again.
         """
         self._start_unfinished()
         age, count = self.overlap.max_age_steps, self.groups_per_step

@@ -2,10 +2,9 @@
 
     engines get the policy's weights ─► rollouts ─► [B, T] tensors ─► check of the engines (first batch)
 
-Invariants: rows are ordered by group, then sample, then conversation, whatever the order in which they finished. A
-token counts in the loss only if the policy wrote it. If the algorithm learns from rewards, a sample counts only if it
-has a reward. In losses and their metrics each row is a sequence. Rewards and metrics of rollouts belong to samples,
-which may have several rows.
+Invariants: rows are ordered by group, sample and conversation, not by when they finished. A token counts in the loss
+only if the policy wrote it. If the algorithm learns from rewards, a sample counts only if it has a reward. Losses and
+their metrics treat rows as sequences. Rollout rewards and metrics belong to samples, which may have several rows.
 """
 
 import math
@@ -313,7 +312,6 @@ def mask_sequences(
     """Mask the rows whose training and generation log-probs disagree by more than a threshold: set `sample_mask` to 0.
 
     Args:
-        batch: B rows.
         errors_B: The `sequence_errors` of the rows.
         rewards: Rewards of the samples of the rows. A positive reward marks a right answer.
         threshold: Largest error that stays in the loss. None masks nothing.

@@ -35,8 +35,7 @@ def check_environments(
     """Check the environments of a run without starting anything.
 
     Raises:
-        ConfigError: A task has no environment, a supplied object is not an environment, or rollout runners cannot start
-            the environment.
+        ConfigError: A task has no environment, a supplied object is not one, or rollout runners cannot start it.
     """
     for task in tasks:
         if task not in sections:
@@ -60,10 +59,7 @@ def check_environments(
 
 
 def response_data(tokenizer: TokenizerType, config: RolloutMasterConfig, own: Collection[str] = ()) -> RunData:
-    """Check the environments with the tokenizer, and load the prompts of a run with the tools of their environments.
-
-    Args:
-        own: Names of environments that the caller has made. Their sections are not checked.
+    """Check the environments, except the caller's `own`, and load a run's prompts with the tools of their environments.
 
     Raises:
         ConfigError, DataError: The data, the tools or the parser of tool calls cannot be used.

@@ -7,16 +7,13 @@ This module connects `models.policy` and `models.generation`, which never import
                             ▲───────────────┘        until the last bucket of each lane
     engines.finish ─► receipts ─► verify: version, tensor count, checksums, nothing left unbound
 
-With engines of several workers and a transport that sends (a collective), the first sync is done twice. In the first
-pass all workers get whole tensors and record which parts they read. In the second pass they get only these parts
-(`weight_sync.lanes`).
-Every wait has the deadline `cluster.timeouts.weight_sync_s`. If an engine dies, it is replaced and the sync starts
-again.
+With engines of several workers and a collective transport, the first sync is done twice. In the first pass workers get
+whole tensors and record which parts they read. In the second pass they get only these parts (`weight_sync.lanes`).
+Every wait has the deadline `cluster.timeouts.weight_sync_s`. If an engine dies, it is replaced and the sync restarts.
 
-A sync runs in the training thread or, when an engine has died, in the thread that replaces the engine. The latter can
-happen at any time, while other threads generate, validate, score or train. A sync locks first the engines
-(`EngineGroup.exclusively`) and then the policy (`WeightSource.held`), always in this order. An update of the policy
-locks the policy from its first gradient to its new version.
+A sync runs in the training thread or, when an engine has died, in the thread that replaces the engine, at any time
+while other threads generate, validate, score or train. A sync first locks the engines (`EngineGroup.exclusively`) and
+then the policy (`WeightSource.held`). An update of the policy locks it from its first gradient to its new version.
 
 Invariants: a sync delivers all tensors of one version. When `ensure_fresh` has returned, every engine answers with the
 policy's weight version.
@@ -118,8 +115,6 @@ class Refitter:
     """Keeps the engines' weights equal to the policy's. It may be called from several threads.
 
     Args:
-        policy: Source of the weights.
-        generation: Destination of the weights.
         timeout_s: Time limit of every wait within a sync, in seconds.
         memory: Moves shared devices between "generation" and "policy".
         send_parts: Send each worker only what it reads, if the transport sends (`lane_choice`).

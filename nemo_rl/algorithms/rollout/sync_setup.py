@@ -40,8 +40,7 @@ class SyncProbe:
 
     Args:
         refitter: Wakes the engines and puts them to sleep where they share a device with the policy.
-        max_error: Largest allowed mean of `exp(|log p_trainer - log p_engine|)` over the sampled tokens. If None,
-            nothing is checked.
+        max_error: Largest mean of `exp(|log p_trainer - log p_engine|)` over the sampled tokens. None: no check.
         timeout_s: Time limit for answers of the engines, in seconds.
         precision: The coarser one of the number formats of policy and engines.
     """
@@ -128,7 +127,6 @@ def suspect_layer(names: Sequence[str], expected: Sequence[Tensor], outputs: Seq
     Rounding makes the difference grow slowly from layer to layer. A jump shows a layer that computes something else.
 
     Args:
-        names: Names of the layers, in order.
         expected: Hidden states `[T, D]` after each layer.
         outputs: Hidden states of the suspected model, in the same form. Empty if it cannot report them.
         rounding: Relative difference that rounding can cause.
@@ -156,8 +154,6 @@ def make_refitter(
     """Build the refitter, with the transport that the section asks for.
 
     Args:
-        policy: Source of the weights.
-        engines: Destination of the weights.
         memory: Moves shared devices between policy and engines.
     """
     generation = config.sampling
@@ -190,7 +186,6 @@ def refit_policy_generation(
     """Move the policy's weights to engines, called with NeMo RL's arguments. A run does this by itself.
 
     Args:
-        policy: Source of the weights.
         policy_generation: Destination of the weights: `Run.generation`, or engines that the program started.
         colocated_inference: Whether policy and engines share devices.
         _refit_buffer_size_gb: Gibibytes moved at a time. None is the value of `weight_sync.bucket_size_mb`.

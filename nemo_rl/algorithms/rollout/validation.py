@@ -175,8 +175,7 @@ class BackgroundValidation:
     def finished(self, *, wait: bool) -> ValidationResult | None:
         """See `Validation.finished`.
 
-        The metrics contain `min_weight_version` and `max_weight_version`, the oldest and newest weights that wrote
-        answers.
+        The metrics `min_weight_version` and `max_weight_version` are the oldest and newest weights that wrote answers.
         """
         running = self._running
         if running is None or not (wait or running.task.is_done):

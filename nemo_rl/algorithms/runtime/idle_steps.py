@@ -34,9 +34,8 @@ class IdleSteps:
         """Count a finished step and warn if it was idle.
 
         Args:
-            metrics: Metrics of the step: `num_updates`, the number of updates that the policy made,
-                `critic/num_updates`, the number that the critic made, and `global_valid_seqs`, the number of sequences
-                that count (`Policy.train`).
+            metrics: Metrics of the step: the numbers of updates of the policy (`num_updates`) and of the critic
+                (`critic/num_updates`), and of sequences that count (`global_valid_seqs`, see `Policy.train`).
 
         Returns:
             The error that ends the run if there were too many idle steps in a row, or else None.

@@ -320,8 +320,7 @@ class Session:
         """Count the step, validate and save when due, log, and decide whether to continue.
 
         Raises:
-            NothingToLearnError, NonFiniteError: Too many steps in a row made no update. The state before these steps is
-                saved.
+            NothingToLearnError, NonFiniteError: Too many steps in a row made no update. The state before them is saved.
         """
         self._settle_or_continue(wait=False)
         self.state.total_steps = step

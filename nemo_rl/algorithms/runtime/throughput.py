@@ -64,9 +64,8 @@ class Throughput:
         """Return the metrics of a step, and start to count the next step.
 
         Args:
-            metrics: Metrics of the step. Those used are `total_num_tokens`, `num_samples` and
-                `mean_gen_tokens_per_sample`.
-            timings: Seconds of the step's phases. Those used are `total_step_time` and `generation`.
+            metrics: Metrics of the step: `total_num_tokens`, `num_samples`, `mean_gen_tokens_per_sample` are used.
+            timings: Seconds of the step's phases: `total_step_time` and `generation` are used.
         """
         seconds, tokens, samples = timings["total_step_time"], metrics.get("total_num_tokens", 0.0), _samples(metrics)
         rates = {"tokens_per_sec": tokens / seconds, "samples_per_sec": samples / seconds}

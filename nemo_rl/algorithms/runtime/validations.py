@@ -62,10 +62,7 @@ class Validation(Protocol):
         """Start to validate the policy as it is after `step`. No other validation is running."""
 
     def finished(self, *, wait: bool) -> ValidationResult | None:
-        """Return the result of the started validation, but only once.
-
-        Returns:
-            None if no result is left to return, or if the validation still runs and `wait` is false.
+        """Return the result of the validation once, or None if there is none or if it still runs and `wait` is false.
 
         Raises:
             Exception: The failure of the validation.

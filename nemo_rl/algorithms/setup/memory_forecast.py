@@ -1,10 +1,9 @@
 """Predict the memory of each kind of device of a run, by phase, from the configuration alone.
 
-`forecast_memory` adds the memory of the models, which the training backends predict (`TrainingBackend.predict_memory`),
-and the memory of the engines. Models and engines that share devices take turns, as in `runtime.device_sharing`. They
-also start in turns (`setup.roles.turns_of_start`), so restoring a checkpoint takes less memory than the phase
-"training" of the model. Nothing is started, and neither a GPU nor weights are needed: the `config.json` of each model
-is enough.
+`forecast_memory` adds what the training backends predict for the models (`TrainingBackend.predict_memory`), and the
+memory of the engines. Models and engines that share devices take turns, as in `runtime.device_sharing`, also at the
+start (`setup.roles.turns_of_start`). So restoring a checkpoint takes less memory than the phase "training" of the
+model. Nothing is started, and no GPU or weights are needed: the `config.json` of each model is enough.
 
 Invariant: a group of devices appears once, under the names of the models and engines on it.
 """
@@ -185,9 +184,7 @@ def forecast_memory(config: RunConfig, device: float) -> MemoryForecast:
 
 
 def warn_of_shortfalls(config: RunConfig, device: float, gpu_size: float | None, host_size: float | None) -> None:
-    """Log as warnings why a dry run would refuse this run, and too much use of host memory.
-
-    A GPU's share of host memory is the machine's memory over the number of its ranks.
+    """Log warnings: why a dry run would refuse the run, and use of host memory above a rank's share of the machine.
 
     Args:
         config: A checked configuration of a run on GPUs.

@@ -116,8 +116,7 @@ def open_policy(
             for example `dtensor_cfg={"lora_cfg": {"enabled": True}}`.
 
     Raises:
-        ConfigError: A key is unknown or out of range, the model cannot be found, or the machine has fewer GPUs than
-            ranks.
+        ConfigError: A key is unknown or out of range, the model cannot be found, or there are fewer GPUs than ranks.
 
     Example:
         >>> with open_policy("Qwen/Qwen2.5-0.5B-Instruct", device="cpu", learning_rate=1e-5) as policy:

@@ -142,9 +142,8 @@ def saved_paths(name: str, role: Role, resume_path: Path | None) -> tuple[Path |
 def turns_of_start(cluster: ClusterConfig, roles: Mapping[str, Role]) -> list[list[str]]:
     """Return lists of models: the models of a list start at the same time, and the lists one after another.
 
-    Of the models that share GPUs, each list has one. A model leaves the GPUs before the next starts (`leave_devices`):
-    if all were restored at the same time, their optimizers would take more memory than any phase of a step. The model
-    that owns the GPUs starts last, because the policy's weights stay there.
+    Each list has one of the models that share GPUs. It leaves them before the next starts (`leave_devices`), because
+    all optimizers together need more memory than a step. The owner is last, because the policy's weights stay there.
     """
     if not cluster.uses_gpu:
         return [list(roles)]

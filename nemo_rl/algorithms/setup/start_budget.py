@@ -32,8 +32,7 @@ class StartBudget:
     """Measures the seconds of each phase of a start.
 
     Args:
-        started_at: Value of `time.perf_counter()` at process start. 0 for programs that do not measure it: the start is
-            then counted from now.
+        started_at: Value of `time.perf_counter()` at process start, or 0 to count from now.
     """
 
     def __init__(self, started_at: float) -> None:

@@ -107,13 +107,10 @@ class UserParts:
         return given_data(configured.train, self.val_dataset, config.data, sampled=sampled)
 
     def loss[Loss](self, configured: Loss, section: NamedPartConfig, rows_per_sample: int = 1) -> Loss:
-        """Return the loss: the caller's, or else the class that `loss_fn.name` names, or else the built-in loss.
+        """Return the caller's loss, or else the class that `loss_fn.name` names, or else the built-in `configured`.
 
         Args:
-            configured: The built-in loss of the algorithm.
-            section: The section `loss_fn`.
-            rows_per_sample: Number of consecutive rows that a user's loss needs in one microbatch, unless it has its
-                own `rows_per_unit`.
+            rows_per_sample: Consecutive rows that a user's loss needs in one microbatch, if it has no `rows_per_unit`.
 
         Raises:
             ConfigError: `loss_fn.name` or `loss_fn.kwargs` cannot be used.

@@ -66,8 +66,6 @@ def distribution(
     """Return the log-probabilities `[response length, V]` of the distributions that a response was drawn from.
 
     Args:
-        prompt: tokens before the response.
-        response: tokens of the response.
         sampling: temperature, then the tokens that top-k and then top-p keep.
         banned: returns the tokens that may not follow the written ones.
     """
@@ -102,8 +100,7 @@ LONG = 90
 """Length in tokens of responses that must still be running when another call reaches the engine."""
 _TENSORS_AT_A_TIME = 4
 _FRACTIONS = (0.4, 0.2, 0.6, 0.1, 0.8)
-"""Shares of a response's time after which `midway` acts, tried one after the other until the response is still
-running."""
+"""Shares of a response's time after which `midway` acts, tried in order until the response is still running."""
 _LOWEST_IDS, _NUM_IDS = 20, 200
 """Lowest token id of the prompts, and number of ids that they use; these are ordinary tokens in every tokenizer."""
 
@@ -160,8 +157,7 @@ class Case:
         """Compare log-probabilities with the reference's log-probabilities.
 
         Raises:
-            ContractError: a token has no probability in the reference, or another log-probability than the engine
-                reports.
+            ContractError: a token has no probability in the reference, or not the reported log-probability.
         """
         tokens = result.token_ids.tolist()
         expected = logprobs_of(model, request.prompt_token_ids, tokens, request.sampling)

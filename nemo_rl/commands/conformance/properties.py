@@ -44,8 +44,7 @@ _SAMPLES = 400
 _EXPECTED = 5.0
 """Expected count from which on a token has a bin of its own in the chi-square statistic."""
 _QUANTILE = 4.0
-"""Limit of the chi-square statistic, in standard deviations of a normal distribution. A correct engine exceeds it with
-a probability of 3e-5."""
+"""Limit of the chi-square statistic, in standard deviations; a correct engine exceeds it with probability 3e-5."""
 
 
 async def greedy(engine: Engine, case: Case) -> None:

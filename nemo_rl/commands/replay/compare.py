@@ -22,19 +22,12 @@ from nemo_rl.config.rules.resume import ChangedKey
 from nemo_rl.models.policy.update_records import UpdateRecord
 
 _PLACES = (".model_name", ".tokenizer.name", ".data_path", ".prompt_file", ".system_prompt_file")
-"""Ends of keys that name files. Other machines have files at other places, so weights and prompts are compared
-instead."""
+"""Ends of keys that name files. Files may be elsewhere on other machines, so weights and prompts are compared."""
 _SHOWN = 20
 
 
 def configuration(changed: Sequence[ChangedKey], before: Mapping[str, Any], now: Mapping[str, Any]) -> Compared:
-    """Compare the keys that the numbers of a step depend on.
-
-    Args:
-        changed: keys that differ.
-        before: configuration of the run.
-        now: configuration of the replay.
-    """
+    """Compare the keys that the numbers of a step depend on, of the run (`before`) and of the replay (`now`)."""
     found = [
         Difference(key.key, f"configuration key {key.key} differs: {key.before} in the run, {key.now} now")
         for key in changed

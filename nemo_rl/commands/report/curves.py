@@ -23,8 +23,7 @@ class Curve:
     values: list[float | None] = field(default_factory=list)
     """One value for each step; None if it is not finite."""
     times: list[float | None] = field(default_factory=list)
-    """Time at which each value was logged, in seconds since 1970 without pauses of the run; None if the file has no
-    times."""
+    """Time of each value in seconds since 1970, without pauses of the run; None if the file has no times."""
 
     def add(self, step: int, value: float | None, time: float | None) -> None:
         """Add the value of a step, replacing the same step and all later ones if a restart repeats it."""

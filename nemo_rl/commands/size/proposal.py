@@ -22,8 +22,7 @@ from nemo_rl.utils.errors import ConfigError
 
 _OF_ENGINES = ("engine's weights", "engine's workspace", "key-value cache")
 _MOST_TRIED = 60
-"""Largest number of sizes of the policy that are tried with engines, without sizes whose layout leaves engines no
-room."""
+"""Largest number of policy sizes that are tried with engines, without sizes whose layout leaves engines no room."""
 _LARGER_PASSES = (4, 2)
 
 

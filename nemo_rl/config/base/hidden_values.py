@@ -99,7 +99,6 @@ def public_values(config: BaseModel, mode: Literal["json", "python"] = "json") -
     """Return the values of a configuration as files and trackers may show them.
 
     Args:
-        config: a master configuration, or a section.
         mode: `json` gives only values that JSON can hold, `python` gives those of pydantic's `model_dump`.
     """
     values = config.model_dump(mode=mode)
@@ -118,8 +117,7 @@ def hidden_in(config: BaseModel) -> Mapping[Place, str]:
 def public_text(text: str, config: BaseModel) -> str:
     """Return a text, for example a command line, with the secrets of a configuration replaced.
 
-    A secret of fewer than 3 characters stays, because other words may contain it. So does one of fewer than 8
-    characters that is a secret only because it comes from the environment.
+    A secret of fewer than 3 characters (8 if only the environment makes it one) stays, as other words may contain it.
     """
     values = config.model_dump()
     for place, shown in hidden_in(config).items():
@@ -131,10 +129,7 @@ def public_text(text: str, config: BaseModel) -> str:
 
 
 def _where(place: Place, values: Mapping[str, Any]) -> Iterator[Place]:
-    """Yield the places at which a configuration has the value of `place` in a file.
-
-    This is the same place, or a place in the mapping of a section that takes further keys (`Section.rest`).
-    """
+    """Yield the places at which a configuration has the value of `place` in a file: there, or in `Section.rest`."""
     if value_at(values, place, _ABSENT) is not _ABSENT:
         yield place
         return

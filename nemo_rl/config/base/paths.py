@@ -1,8 +1,7 @@
 """Finds files that a configuration names by a relative path.
 
-Invariant: a relative path is looked up in the current folder first, and then in the folder that holds `examples/`,
-which is the repository root or, in an installed wheel, the package itself. A bare name, such as `grpo_math_cpu.yaml` or
-`tiny-chat`, may also name a file or a model of the library.
+Invariant: a relative path is looked up in the current folder, then in the folder that holds `examples/` (the repository
+root, or the package in a wheel). A bare name, such as `tiny-chat`, may also name a file or model of the library.
 """
 
 from pathlib import Path
@@ -21,8 +20,7 @@ def find_path(path: str | Path) -> Path | None:
     """Return the absolute path of the existing file or folder that `path` means, or None if there is none.
 
     Args:
-        path: absolute, starting with `~`, or relative to the current folder or the folder of `examples/`, or the name
-            of a file or model of the library.
+        path: absolute, starting with `~`, relative (see the module), or the name of a file or model of the library.
     """
     try:
         wanted = Path(path).expanduser()

@@ -23,9 +23,7 @@ def unified(schema: type[BaseModel], tree: Any, *, newer_wins: bool = False) -> 
 
     Args:
         schema: section class of `tree`.
-        tree: plain dicts and lists.
-        newer_wins: whether values under the other name were written later and replace those under the own name.
-            If false, the values must not differ.
+        newer_wins: whether values under the other name were written later and win. If false, they must not differ.
 
     Raises:
         ConfigError: a key has one value in its own section and a different one in the other section.

@@ -1,8 +1,7 @@
 """Reads YAML files that inherit from others by a `defaults:` key.
 
-`read_layers` returns the layers of a configuration, parents first. Invariant: a path in `defaults:` is relative to the
-file that names it, or the bare name of a base file of the library; interpolations stay unresolved, so a child also
-changes what depends on the key it overrides.
+`read_layers` returns a configuration's layers, parents first. Invariants: a path in `defaults:` is relative to its
+file, or names a base file of the library. Interpolations stay unresolved, so a child also changes dependent keys.
 """
 
 import re

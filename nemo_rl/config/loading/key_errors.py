@@ -22,7 +22,6 @@ def refuse_unknown_keys(schema: type[BaseModel], tree: Any, where: str, variable
 
     Args:
         schema: section class of `tree`.
-        tree: plain dicts and lists.
         where: file or override, for the message.
         variables: keys at the top level that only interpolations read.
 
@@ -191,10 +190,6 @@ def keep_sections(schema: type[BaseModel], tree: Any) -> Any:
     """Return a copy of a file's content in which `section:` without keys is an empty mapping, which inherits all.
 
     YAML reads such a section as null. Null is kept where it has a meaning (`policy.generation`, `data.validation`).
-
-    Args:
-        schema: section that `tree` is.
-        tree: plain dicts and lists.
     """
     return _kept(Slot.of_section(schema), tree)
 
@@ -215,9 +210,7 @@ def unusable_values(schema: type[BaseModel], values: Any, unresolved: Any, sourc
     Examples are empty strings, control characters in a text, and true or false in place of a number.
 
     Args:
-        schema: section that `values` is.
-        values: configuration as plain dicts and lists, with interpolations resolved.
-        unresolved: the same configuration before interpolation; a key whose value has an interpolation is skipped.
+        unresolved: `values` before interpolation; a key whose value has an interpolation is skipped.
         sources: the file or override that set each key.
     """
     for slot, below, path in mappings_in(Slot.of_section(schema), values):

@@ -90,7 +90,6 @@ def config_of[Config: Section](
     """Make a configuration from a dict or an OmegaConf config of a program.
 
     Args:
-        tree: keys and values as in a file.
         schema: the master config class of the algorithm.
         check: as in `load_config`.
 

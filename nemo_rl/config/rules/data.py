@@ -61,7 +61,6 @@ def check_environment(place: str, env_name: str | None, environments: Collection
 
     Args:
         place: key of the entry that names the environment.
-        environments: names in `env`.
     """
     if env_name is None:
         yield f"{place}.env_name is null, but answers need an environment that rewards them."
@@ -76,11 +75,9 @@ def check_environment(place: str, env_name: str | None, environments: Collection
 def check_unused(environments: Collection[str], used: Collection[str | None]) -> Findings:
     """Check that no environment is unused because its name is misspelled or is only the first part of a dotted name.
 
-    Other environments may be unused, for example those of an inherited file. The loader reports that they have no
-    effect.
+    Other environments may be unused, for example those of an inherited file. The loader reports them.
 
     Args:
-        environments: names in `env`.
         used: names that data entries have as `env_name`.
     """
     named = sorted(name for name in used if name is not None)
@@ -150,7 +147,6 @@ def check_curriculum(curriculum: CurriculumConfig, names: Sequence[str], *, has_
     """Check phases and the rule by accuracy.
 
     Args:
-        names: names of the training entries.
         has_rewards: as in `check_shares`.
     """
     phases, accuracy = curriculum.phases, curriculum.accuracy
@@ -203,7 +199,6 @@ def check_dataset(name: str, entry: DatasetConfig, known: Sequence[str]) -> Find
 
     Args:
         name: key of the entry.
-        entry: one data set.
         known: built-in names that fit the algorithm.
     """
     dataset = entry.dataset_name

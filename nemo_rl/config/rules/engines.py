@@ -1,9 +1,8 @@
 """Checks that the generation ranks of the machines divide into engines.
 
 `models.generation.vllm.check` checks the sizes against the model, which it reads. Ranks are numbered machine by machine
-and engine by engine, within an engine tensor parallelism first. Invariant: an engine that fits on one machine is placed
-on one. A larger engine takes whole machines, and each of its tensor-parallel groups stays on one machine or takes whole
-machines.
+and engine by engine, within an engine tensor parallelism first. Invariant: an engine that fits on a machine is on one.
+A larger engine takes whole machines, and so do its tensor-parallel groups unless they fit on one.
 """
 
 from collections.abc import Iterable, Sequence

@@ -98,8 +98,7 @@ def plan_topology(cluster: ClusterConfig, policy: PolicyConfig) -> Topology:
 def busy_engines(overlap: OverlapConfig, cluster: ClusterConfig, policy: PolicyConfig) -> int:
     """Return the number of engine workers that compute on the cores of a policy machine while its ranks train.
 
-    The number is 0 in modes in which the engines are idle most of that time, on GPUs, and for engines on other
-    machines.
+    It is 0 in modes in which the engines are idle most of that time, on GPUs, and for engines on other machines.
     """
     topology = plan_topology(cluster, policy)
     has_own_machines = topology.generation_nodes < cluster.num_nodes

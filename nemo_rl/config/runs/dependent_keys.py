@@ -14,9 +14,8 @@
     modules  logger.record_modules -> policy.dtensor_cfg.compile_layers, if it is null
     saving   megatron_cfg.checkpoint.async_save of a trained model -> checkpointing.is_async
 
-The keys are filled after types are checked and before the rules are; later code reads plain values. Defaults that are
-interpolations in the schema have their values by then (`config.base.defaults`). Invariant: filling twice changes
-nothing.
+This is done after types are checked and before the rules are. Defaults that are interpolations in the schema have
+values by then (`config.base.defaults`). Later code reads plain values. Invariant: filling twice changes nothing.
 """
 
 import json
@@ -171,15 +170,7 @@ def _fill_overlap(
     asked: AsyncGRPOConfig | AsyncRLConfig | None,
     name: str,
 ) -> None:
-    """Set `overlap`, and with vLLM also `weight_sync.recompute_kv_cache`, from a section of NVIDIA NeMo RL.
-
-    Args:
-        section: name of the algorithm's section.
-        algorithm: that section, whose `overlap` is set.
-        policy: the `policy` section.
-        asked: NeMo RL's section `async_rl`, `grpo.async_grpo` or `ppo.async_ppo`, or None if it is not given.
-        name: name of NeMo RL's section, for errors.
-    """
+    """Set `overlap`, and with vLLM `weight_sync.recompute_kv_cache`, from a section of NeMo RL (`asked`), if given."""
     if asked is None or (isinstance(asked, AsyncGRPOConfig) and not asked.enabled):
         return
     own = algorithm.overlap

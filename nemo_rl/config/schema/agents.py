@@ -108,8 +108,7 @@ class AgentEnvironmentConfig(AgentKeys, SandboxKeys):
     num_workers: Workers = 1
     """Processes among which the programs are divided; more processes help if functions compute much."""
     max_memory_gb: Gibibytes | None = None
-    """Gibibytes that each process of the environment may use, together with the processes that it started; null: no
-    limit."""
+    """Gibibytes that each process of the environment may use, with the processes that it started; null: no limit."""
     row_fields: list[str] | None = None
     """Fields of the row that the program gets, such as ground_truth; null: all with program and service, none with
     command."""
@@ -119,8 +118,7 @@ class AgentEnvironmentConfig(AgentKeys, SandboxKeys):
     """With command: sandbox of the process, which can reach only the endpoint. auto: the first mechanism that works on
     the machine; none: no sandbox, so the command has all rights of the run."""
     readable: list[str] = Field(default_factory=list)
-    """With command in a sandbox: files and folders that the command may read, besides its own file and the Python of
-    the run."""
+    """With command in a sandbox: files and folders that the command may read, besides itself and the run's Python."""
     memory_mb: ProgramMebibytes = 4096
     """With command in a sandbox: memory in MiB."""
     max_processes: Workers = 64
@@ -197,14 +195,12 @@ class NemoGymConfig(AgentKeys):
     num_gpu_nodes: CountOrZero = 0
     """On GPUs: machines of the cluster that are left to the models of NeMo Gym's servers."""
     head_server: HeadServerConfig | None = None
-    """Address of the head server, of servers that run already or of servers to start; null: a free port of this
-    machine."""
+    """Address of the head server that runs already or is to be started; null: a free port of this machine."""
     command: list[str] = Field(default_factory=lambda: ["ng_run"], min_length=1)
     """Program and first arguments that start the servers."""
     uv_venv_dir: str | None = None
-    """Folder of NeMo Gym's Python environments. The program of command is looked up in its bin folder first, and the
-    servers make their environments below it. null: the program is looked up in PATH, and NeMo Gym chooses the
-    folder."""
+    """Folder of NeMo Gym's Python environments. The program of command is looked up in its bin first, and the servers
+    make their environments below it. null: PATH, and a folder that NeMo Gym chooses."""
     uv_cache_dir: str | None = None
     """Cache of uv for these environments; null: uv's own."""
     port_range_low: Port | None = None
@@ -229,8 +225,7 @@ class NemoGymConfig(AgentKeys):
     """No effect on the run, in which env_name of data entries decides. true, also written env.should_use_nemo_gym,
     demands that a data entry uses nemo_gym."""
     should_mask_flagged_samples: bool = True
-    """Exclude samples from training if flag_field of their result is true; also written
-    env.should_mask_flagged_samples."""
+    """Exclude samples whose flag_field is true from training; also written env.should_mask_flagged_samples."""
     flag_field: str = "mask_sample"
     """Field of a result that is true if its sample must not train the model."""
     should_log_nemo_gym_responses: bool = False

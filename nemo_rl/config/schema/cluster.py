@@ -152,10 +152,7 @@ class ClusterConfig(Section):
 
     @property
     def policy_ranks_per_node(self) -> int:
-        """Number of policy processes on one machine.
-
-        It is `ranks_per_node`, or if that is null, `gpus_per_node` on GPUs and 1 on CPUs.
-        """
+        """Policy processes on one machine: `ranks_per_node`, or if that is null, `gpus_per_node` on GPUs, 1 on CPUs."""
         if self.ranks_per_node is not None:
             return self.ranks_per_node
         return self.gpus_per_node if self.uses_gpu else 1

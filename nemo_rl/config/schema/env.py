@@ -81,8 +81,7 @@ class CodeEnvironmentConfig(SandboxKeys):
     reward: Literal["share", "all"] = "share"
     """Reward of a program: the share of the tests that it passes, or 1 only for all of them."""
     wall_time_s: Seconds = 10.0
-    """Time limit of programs in seconds: for each input, for all calls of the tests together, or for all blocks of an
-    episode together."""
+    """Time limit in seconds: for each input, or together for all calls of the tests or all blocks of an episode."""
     cpu_time_s: Seconds = 10.0
     """Limit of processor time in seconds, for the same units as wall_time_s."""
     observation_chars: Amount = 4000

@@ -151,8 +151,7 @@ class RewardModelEnvironmentConfig(Section):
     by run_rm.py, or what the chat template writes last (template), often a line break, as most other programs have it.
     auto: turn with checkpoint_path, else template."""
     too_long: Literal["error", "keep_end"] = "error"
-    """Treatment of a conversation with more than max_model_len tokens: its sample gets an error, or only its last
-    tokens are scored."""
+    """If a conversation has over max_model_len tokens, its sample gets an error, or only its last tokens are scored."""
     resources: OwnDevicesConfig = Field(default_factory=OwnDevicesConfig)
     """Devices of the reward model; on GPUs they are taken from those of the cluster."""
     dtensor_cfg: DTensorConfig = Field(default_factory=DTensorConfig)
@@ -228,8 +227,7 @@ _WORDED_SCALE = r"(?:out of|from|on a scale of|on a scale from)\s+\d+(?:\s*(?:-|
 _SCALE = rf"(?:\([^()\n]{{0,40}}\)|\[[^\[\]\n]{{0,40}}\]|{_WORDED_SCALE})"
 _NUMBER = r"(-?\d+(?:\.\d+)?)(?!_*[^\W_]|%|[.,]\d|\s*(?:-|–|to\b)\s*\d)"
 SCORE_PATTERN = rf"(?i)\bscore\b[*_`\"']{{0,4}}\s{{0,3}}{_SCALE}?(?:[^\w.+(-]|_){{0,6}}{_NUMBER}"
-"""Matches a score: the word, perhaps its scale, a few signs, and a number that is not the beginning of something
-else."""
+"""Matches a score: the word, perhaps its scale, a few signs, and a number that does not begin something else."""
 WINNER_PATTERN = r"\[\[([ABC])\]\]"
 
 
@@ -279,8 +277,7 @@ class LLMJudgeConfig(Section):
     max_score: Annotated[Number, OnlyWith("mode", ("absolute",))] = 10.0
     """Score that becomes the reward 1; a higher score counts as no answer."""
     winner_pattern: Annotated[Pattern, OnlyWith("mode", ("pairwise",))] = WINNER_PATTERN
-    """With mode=pairwise: regular expression whose group is A, B or C (a tie); its last match after `</think>`
-    counts."""
+    """With mode=pairwise: pattern whose group is A, B or C (a tie); its last match after `</think>` counts."""
     both_orders: Annotated[bool, OnlyWith("mode", ("pairwise",))] = True
     """With mode=pairwise: ask twice, with the answers exchanged, and take the mean."""
     temperature: FactorOrZero = 0.0

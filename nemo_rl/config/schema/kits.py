@@ -35,8 +35,7 @@ class SlidingPuzzleBoard(Section):
     shuffle_moves: Count = 10
     """Random moves from the solved board, none of which undoes the previous one."""
     min_shuffle_moves: Count | None = None
-    """Smallest number of random moves; the number is drawn between this and shuffle_moves. null: always
-    shuffle_moves."""
+    """Fewest random moves; the number is drawn between this and shuffle_moves. null: always shuffle_moves."""
 
     @model_validator(mode="after")
     def _check_range(self) -> Self:

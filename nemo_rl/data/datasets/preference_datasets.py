@@ -267,9 +267,7 @@ def pair_after(context: Messages, chosen: Messages, rejected: Messages) -> Pair:
 
 
 def after_prompt(context: Messages, messages: Messages) -> int:
-    """Return the index of the first message after the prompt in a conversation that contains the prompt.
-
-    Messages may precede the prompt. An assistant message must follow it.
+    """Return the index of the message after the prompt in a conversation. Other messages may precede the prompt.
 
     Raises:
         RowError: No assistant message follows the prompt in the conversation.

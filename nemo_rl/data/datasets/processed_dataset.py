@@ -52,7 +52,6 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
 
     Args:
         dataset: Rows with `[i]` and `len()`. With a mapping of processors, each row must have `task_name`.
-        tokenizer: Tokenizer that the processors get.
         default_task_data_spec: Specification of tasks that have none of their own.
         task_data_processors: One processor for all rows, or (spec, processor) by task name.
         task_data_preprocessors: Function that is applied to a row before its processor, or functions by task name.
@@ -218,7 +217,6 @@ class MixedDataset(Dataset[DatumSpec]):
     """Several data sets as one data set, in which they follow each other and `idx` counts the rows of all of them.
 
     Args:
-        parts: The data sets, in order.
         names: Name of the data set of each part, or None for a part without a name. An empty list stands for no names.
     """
 
@@ -278,8 +276,7 @@ class MixedDataset(Dataset[DatumSpec]):
         """Return the first rows of each part, in equal numbers as far as the parts are long enough.
 
         Args:
-            limit: Number of rows of all parts together. Rows that remain after an equal division come from longer
-                parts.
+            limit: Number of rows of all parts together. What an equal division leaves over comes from longer parts.
         """
         counts, left = [0] * len(self.parts), min(limit, len(self))
         ranked = sorted(range(len(self.parts)), key=lambda index: len(self.parts[index]))

@@ -142,8 +142,7 @@ def _check_arguments(kind: Callable[..., Any], keys: Mapping[str, Any], name: st
 def held_out_rows(raw: RawDataset, config: DatasetConfig, validation: Iterable[DatasetConfig]) -> Any:
     """Return the rows of a training data set that are used for validation, or None.
 
-    If a class with validation rows is also named in `data.validation`, the function returns None, because that data set
-    provides the rows.
+    It is None for a class that is also named in `data.validation`, because that data set provides the rows.
     """
     brings = isinstance(raw, ExternalDataset) and raw.brings_validation
     named = brings and any(entry.dataset_name == config.dataset_name for entry in validation)

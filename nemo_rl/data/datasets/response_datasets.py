@@ -32,8 +32,7 @@ from nemo_rl.utils.seed import derive_seed
 
 DEFAULT_NUM_SAMPLES = {TRAIN: 1_000_000, VALIDATION: 256}
 _DROPPED_BITS = 33
-"""Number of bits that are dropped to get seeds of 31 bits, as simulators may refuse larger ones. The last bit is the
-split."""
+"""Number of dropped bits: seeds have 31 bits, as simulators may refuse larger ones. The last bit is the split."""
 
 
 class EpisodeRows(Sequence[FormattedRow]):
@@ -42,7 +41,6 @@ class EpisodeRows(Sequence[FormattedRow]):
     Args:
         split: "train" or "validation".
         seed: seed from which the rows' seeds are derived.
-        task_name: task name of every row.
     """
 
     def __init__(self, split: str, num_samples: int, seed: int, task_name: str | None) -> None:
@@ -65,8 +63,7 @@ class EpisodesDataset(RawDataset):
     """Seeds of episodes, from which the environment makes the prompts.
 
     Args:
-        config: configuration, whose `num_samples`, `seed` and `split` are used. `processor` must be
-            `episode_data_processor`.
+        config: `num_samples`, `seed` and `split` are used. `processor` must be `episode_data_processor`.
         role: "train" or "validation".
 
     Raises:

@@ -1,9 +1,8 @@
 """Load the prompts, conversations or pairs of answers that the section `data` names for training and validation.
 
-This code runs before Ray starts. Invariant: every row is either usable or reported with its place. Errors that can be
-found without a model are raised here (unknown names, missing files, bad rows, prompt files and chat templates that do
-not fit). Only the first rows of each data set are rendered at the start. Later unusable rows are reported when they are
-drawn, and are not trained on.
+This runs before Ray starts. Invariant: every row is either usable or reported with its place. Errors that need no model
+are raised here (unknown names, missing files, bad rows, prompt files and chat templates that do not fit). Only the
+first rows of a data set are rendered now. Later unusable rows are reported when drawn, and not trained on.
 """
 
 import json
@@ -121,7 +120,6 @@ def setup_response_data(
     `data.validation`.
 
     Args:
-        tokenizer: Tokenizer that renders and tokenises prompts.
         environments: Section `env` or its names, or None if answers are not graded.
         tools: Function schemas that prompts offer, by the name of the environment.
 

@@ -1,7 +1,6 @@
 """Prepare data sets that a program passes in place of the configured ones.
 
-Invariant: these data sets pass the same early checks as configured ones, so that unusable data is found before Ray
-starts.
+Invariant: they pass the same early checks as configured ones, so that unusable data is found before Ray starts.
 """
 
 import copy
@@ -56,8 +55,7 @@ def given_data(dataset: Any, val_dataset: Any, config: DataConfig, *, sampled: b
         dataset: Training rows: an `AllTaskProcessedDataset`, data of another run, or anything with `len()` and `[i]`.
         val_dataset: Validation rows of the same kinds, a mapping from names to them, or None for no validation.
         config: Section `data` of the configuration. Its keys `train` and `validation` are ignored.
-        sampled: Whether rows are prompts, which name their environment as `task_name`. If False, they are trained on
-            directly.
+        sampled: Whether rows are prompts, which name their environment as `task_name`, or are trained on directly.
 
     Raises:
         DataError: A data set is of another kind, or too many of its first rows cannot be used or name no task.

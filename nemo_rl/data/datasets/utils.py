@@ -16,8 +16,7 @@ def merge_datasets(datasets_: list[Any]) -> Any:
         datasets_: Hugging Face data sets, or anything with `len()` and `[i]`.
 
     Returns:
-        A Hugging Face data set if all data sets are such, or else an object with `len()` and `[i]`. A single data set
-        is returned unchanged.
+        A Hugging Face data set if all are such, or else an object with `len()` and `[i]`. A single one is unchanged.
 
     Raises:
         DataError: No data set is given, or the column types of Hugging Face data sets differ.

@@ -41,8 +41,7 @@ class TextPart(TypedDict):
 class ImagePart(TypedDict):
     """A part of a message that is an image.
 
-    The library's processors refuse such parts. A user's processor can convert them to inputs of the row
-    (`data.model_rows`).
+    The library's processors refuse it. A user's processor can convert it to an input of the row (`data.model_rows`).
     """
 
     type: Literal["image"]
@@ -100,8 +99,7 @@ def with_texts(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def texts_between(text: str, opening: str, closing: str) -> list[str]:
     """Return each text between an opening text and the next closing text.
 
-    The result is that of `re.findall` with `opening(.*?)closing`, which takes quadratic time if closing texts are
-    missing.
+    The result is that of `re.findall` of `opening(.*?)closing`, which takes quadratic time without closing texts.
     """
     found = []
     start = text.find(opening)

@@ -1,7 +1,6 @@
 """Find control tokens in texts that must not contain any, and encode them as ordinary text.
 
-A tokenizer encodes `<|im_end|>` as the token that ends a turn, no matter if the chat template or the output of a tool
-contains it.
+A tokenizer encodes `<|im_end|>` as the end of a turn, whether the chat template or the output of a tool wrote it.
 
     quoted(message)   replaces each control token in a text by a mark, which no text contains by chance
     render_chat       lets the chat template move, trim and join texts with their marks
@@ -26,8 +25,7 @@ from nemo_rl.data.interfaces import Message, TokenizerType
 from nemo_rl.data.messages.content import TOOL_ROLES, TextRules
 
 _FIRST_PRIVATE, _NUM_PRIVATE = 0xF0000, 0xFFFD
-"""First character of marks, and number of characters for marks. These characters have no meaning (private use area of
-Unicode, plane 15), and no normalizer changes them."""
+"""First of the characters for marks, and their number: a private use area of Unicode, which no normalizer changes."""
 _WORD_JOINER = "\u2060"
 
 

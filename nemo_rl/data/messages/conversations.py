@@ -1,10 +1,9 @@
 """Convert whole conversations to token ids for supervised training, message by message.
 
-Each message gets the span of the rendered chat that belongs to it (`spans`), and the tokens of this span (`encoding`).
-The rendered chat is compared with the row (`coverage`). The processors at the end of the file make data from rows of
-conversations, of pairs, and of labelled conversations. Invariant: the tokens of an answer are those that a model would
-sample after the prompt. A conversation that is too long becomes a short stub with `loss_multiplier` 0 and is never
-trained on.
+Each message gets its span of the rendered chat (`spans`) and the tokens of this span (`encoding`). The rendered chat is
+compared with the row (`coverage`). The processors at the end of the file make data from conversations, pairs and
+labelled conversations. Invariant: the tokens of an answer are those that a model would sample after the prompt. A
+conversation that is too long becomes a short stub with `loss_multiplier` 0 and is never trained on.
 """
 
 from dataclasses import dataclass
@@ -55,24 +54,19 @@ def get_formatted_message_log(
     `token_ids`. The parts of all messages together are the rendered chat.
 
     Args:
-        message_log: Messages with `role` and `content`.
-        tokenizer: Tokenizer that renders and tokenises.
         task_data_spec: Specification of the task. Its system prompt comes first, and its prompt is put around the first
             user message. Its rules decide which texts are encoded as ordinary text.
         add_bos_token: Whether to begin with the beginning-of-sequence token if the tokenizer adds it to texts and the
             chat does not begin with it. Prompts follow the same rule.
         add_eos_token: Whether to end with the token that ends the last turn (`spans.final_token`) if the chat does not
             end with a special token. Line breaks at the end of the chat are then dropped.
-        add_generation_prompt: Whether the header of an assistant turn belongs to the message before it, as in
-            generation.
-        tools: Tool descriptions for the chat template.
+        add_generation_prompt: Whether an assistant turn's header belongs to the message before it, as in generation.
         longest: Number of tokens above which only the beginning of a text may be encoded (see `encode_text`).
         num_counted: Number of last messages of which assistant turns count in the loss, or None if only roles decide.
 
     Returns:
         One item for each message, with `counts` if the row or `num_counted` decides. A header that cannot belong to a
-        message before it (of the first turn, or between two assistant turns) is an item of its own, which does not
-        count.
+        message before it (of the first turn, or between two assistant turns) is its own item, which does not count.
 
     Raises:
         DataError: The chat template rewrites earlier messages when later ones follow, so that the parts of messages

@@ -93,9 +93,8 @@ def encode_text(text: str, tokenizer: TokenizerType, longest: int | None = None)
 
     Args:
         text: Rendered text, with or without marks of `control_tokens`.
-        longest: Largest number of tokens that the caller can use, or None to encode the whole text. Of a longer text,
-            only a prefix with more tokens than this may be encoded, because megabytes of text would take seconds and
-            gigabytes of memory.
+        longest: Most tokens that the caller can use, or None to encode all text. Of a longer text, only a prefix with
+            more tokens than this may be encoded, because megabytes of text would take seconds and gigabytes of memory.
     """
     return torch.tensor(_encode_beginning(text, tokenizer, longest), dtype=torch.int64)
 
@@ -115,7 +114,6 @@ def encode_spans(
     text are encoded separately.
 
     Args:
-        text: The rendered conversation.
         ends: End of each span in characters, in order. The last one is the end of the text.
         sampled: For each span, whether a model samples it.
         longest: See `encode_text`. The last spans of a longer text may get no tokens.
@@ -177,8 +175,7 @@ class _Cutter:
 def _places_of_special(text: str, ids: Ids, tokenizer: TokenizerType) -> list[tuple[int, int]]:
     """Return the position of each special token in the text and in the tokens.
 
-    No tokenizer merges a special token with other text. The list is empty if text and tokens do not agree, for example
-    because the tokenizer normalizes special tokens.
+    No token is merged with them. The list is empty if text and tokens disagree, as when special tokens are normalized.
     """
     control = control_tokens_of(tokenizer)
     numbers = {token: tokenizer.convert_tokens_to_ids(token) for token in control.special}
@@ -220,11 +217,7 @@ def _unequal_parts(ids: Ids, count: int) -> list[torch.Tensor]:
 
 
 def _continuation(text: str, tokenizer: TokenizerType, longest: int | None = None) -> Ids:
-    """Tokenize a text that continues other text.
-
-    Some tokenizers put a word mark (such as SentencePiece's `▁`) before every text that they encode. The result does
-    not have it.
-    """
+    """Tokenize a text that continues other text, without the word mark (such as `▁`) that some tokenizers put first."""
     alone = _encode_beginning(text, tokenizer, longest)
     if not alone or not _marks_words(tokenizer) or not _has_word_mark(alone[0], text, tokenizer):
         return alone

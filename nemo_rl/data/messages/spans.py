@@ -188,9 +188,8 @@ def closing_token(text: str, tokenizer: TokenizerType) -> str | None:
 def final_token(chat: ChatRenderer, full_text: str) -> str | None:
     """Return the token that a model samples at the end of the last turn, or None if the rendered chat has it already.
 
-    Some templates end a turn with the control token of the next header (of a tool's result after a call, or else of a
-    user's turn). If the model's generation config stops at this token, the token is returned, and otherwise the
-    end-of-sequence token.
+    Templates may end a turn with the control token of the next header (a tool's result after a call, or a user's turn).
+    This token is returned if the model's generation config stops at it, or else the end-of-sequence token.
     """
     tokenizer = chat.tokenizer
     if closing_token(full_text, tokenizer) is not None or full_text.rstrip("\n").endswith(tokenizer.eos_token or "\0"):

@@ -30,8 +30,7 @@ class AdvantageEstimatorConfig(NamedPartConfig):
     """The formula that turns a group's rewards into advantages, with further keys for built-in names."""
 
     name: AdvantageEstimatorName = "grpo"
-    """Advantage formula, or the dotted path of a class. dr_grpo and rloo set normalize_rewards and
-    use_leave_one_out_baseline themselves."""
+    """Formula, or the dotted path of a class. dr_grpo and rloo set normalize_rewards and use_leave_one_out_baseline."""
     normalize_rewards: bool = derived("${..normalize_rewards}")
     """Divide by the sample standard deviation (n - 1) of the rewards that make the baseline; gdpo always whitens its
     sum over the batch."""

@@ -41,9 +41,8 @@ class ClippedPGLossConfig(NamedPartConfig):
     use_on_policy_kl_approximation: Annotated[bool, _WITH_KL] = False
     """Weight the KL term, before its output clamp, by the ratio of current to generation probabilities."""
     sequence_level_kl_weight: Annotated[bool, _WITH_KL] = False
-    """Weight the KL term by the geometric mean of the ratio over the sequence instead of by the ratio of each token.
-    With use_on_policy_kl_approximation the mean is the weight; without it the weight is 1, and only its gradient is
-    that of the mean."""
+    """Weight the KL term by the ratio's geometric mean over the sequence, not by each token's ratio. With
+    use_on_policy_kl_approximation the mean is the weight; without it the weight is 1, with the mean's gradient."""
     use_kl_in_reward: Annotated[bool, _WITH_KL] = False
     """Subtract the KL term from the reward instead of adding it to the loss."""
     ratio_clip_min: FactorOrZero = 0.2
@@ -69,8 +68,7 @@ class ClippedPGLossConfig(NamedPartConfig):
     """Dr.GRPO: divide the sum over tokens by this many tokens per sample that counts, for example max_new_tokens,
     instead of by the number of tokens that count; null: off."""
     use_importance_sampling_correction: bool = False
-    """Weight each token by its probability in training divided by its probability in generation, to correct their
-    mismatch."""
+    """Weight each token by its probability in training over that in generation, to correct their mismatch."""
     truncated_importance_sampling_type: Annotated[Literal["tis", "icepop", "seq-mask-tis"] | None, _WITH_CORRECTION] = (
         None
     )

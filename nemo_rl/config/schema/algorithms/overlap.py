@@ -60,15 +60,13 @@ class OverlapConfig(Section):
     """ahead: running answers continue with new weights; false: each update of the engines waits until all started
     groups are finished. false with order=in_order repeats a run bit for bit."""
     validation: Literal["stop", "hold_updates", "through_updates"] = "stop"
-    """stop: training waits for each validation. With the other values training goes on during a validation.
-    hold_updates measures the weights of one step, and the next update of the engines waits for the validation. With
-    through_updates nothing waits, and running answers continue with new weights, so a validation measures several
-    versions."""
+    """stop: training waits for each validation. With the other values training goes on meanwhile. hold_updates measures
+    the weights of one step, and the next update of the engines waits for it. With through_updates nothing waits, and
+    running answers continue with new weights, so a validation measures several versions."""
     partial_responses: Annotated[Literal["continue", "restart"], _AHEAD] = "continue"
     """ahead: unfinished groups in a checkpoint. continue: their finished samples, turns and the tokens so far are
-    stored, and a resumed run samples the rest; restart: a resumed run samples the unfinished groups again from their
-    prompts. No effect with in_flight_weight_updates=false, where a checkpoint waits until all started groups are
-    finished."""
+    stored, and a resumed run samples the rest; restart: a resumed run samples these groups again from their prompts. No
+    effect with in_flight_weight_updates=false, where a checkpoint waits for all started groups."""
     max_inflight_prompts: Annotated[Count | None, _AHEAD] = None
     """ahead: most prompts that are sampled at the same time; null: no limit."""
     max_buffered_groups: Annotated[Count | None, _AHEAD] = None

@@ -24,8 +24,7 @@ class RewardPenaltyTokenIdsConfig(Section):
     """Token that opens the thinking; null: the tokenizer's token for the first of thinking_tags, or the text of the tag
     if it is not a single token."""
     think_close: CountOrZero | None = None
-    """Token that closes the thinking; null: the tokenizer's token for the second of thinking_tags, or its text as
-    above."""
+    """Token that closes the thinking; null: the token of the second of thinking_tags, or its text as above."""
 
 
 class OwnPenaltyConfig(NamedPartConfig):

@@ -139,8 +139,7 @@ class WeightSyncConfig(Section):
     recompute_kv_cache: bool = True
     """With overlap.in_flight_weight_updates, compute the keys and values of running answers again with the new weights.
     false: running answers continue with keys and values of older weights, which costs no time, and their
-    log-probabilities are those of this mixture; answers that begin later never read these keys and values. vllm
-    only."""
+    log-probabilities are those of this mixture; later answers never read these keys and values. vllm only."""
 
     max_mult_prob_error: Annotated[float, Field(ge=1, le=1e9)] | None = 1.05
     """Largest mean ratio of probabilities between trainer and engine (token_mult_prob_error) in the first batch of a

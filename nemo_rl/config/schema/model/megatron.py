@@ -309,8 +309,7 @@ class MegatronConfig(BackendSection):
     mtp_use_repeated_layer: bool = False
     """Apply the first of these layers mtp_num_layers times, instead of as many layers."""
     mtp_detach_heads: bool = False
-    """The loss of the layers for multi-token prediction changes only these layers, whose gradients are clipped
-    separately."""
+    """The loss of multi-token prediction changes only its own layers, whose gradients are clipped separately."""
     moe_per_layer_logging: bool = False
     """Also report the load of experts of each layer, as moe/layer_<n>/load_max and so on."""
     moe_grouped_gemm: bool | None = None

@@ -20,8 +20,7 @@ class BackendSection(Section):
     """Base of the sections of training backends: sizes of parallel axes, each under the backend's own key."""
 
     size_keys: ClassVar[Mapping[str, str]] = {}
-    """Key of the size of each axis (`parallel_layout.AXES`, `ep`, `etp`, `virtual`); an axis without a key has size
-    1."""
+    """Key of the size of an axis (`parallel_layout.AXES`, `ep`, `etp`, `virtual`); without a key it has size 1."""
 
     def size(self, axis: str) -> int:
         """Return the configured size of an axis."""
