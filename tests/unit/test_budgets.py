@@ -19,12 +19,12 @@ pytestmark = pytest.mark.fast
 OPTIONAL = ("sandbox", "kits", "agents", "commands")
 """Packages above the core."""
 
-LINES = {"core": 88_700, "all": 112_400}
+LINES = {"core": 88_200, "all": 111_600}
 FILES = {"core": 507, "all": 659}
 FOLDERS = 86
 SHORT_FILES = 47
 """Files under 60 lines, without `__init__.py`."""
-DOCUMENTATION = 0.409
+DOCUMENTATION = 0.4
 """Lines of docstrings and of texts below fields, for each line of code."""
 IMPORTS = 0.132
 """Lines of imports, for each line of code."""
