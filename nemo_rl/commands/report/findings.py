@@ -291,23 +291,27 @@ def preemptions(curves: Curves) -> RunFinding | None:
 
 
 def idle_shares(curves: Curves) -> RunFinding | None:
-    """Find a trainer or engines that wait for most of the time."""
-    most, found = 0.6, {}
-    for part in ("trainer", "engines"):
-        points = curves.get(f"idle/{part}").known[1:]
-        if points and fmean(value for _, value in points) > most:
-            found[part] = points
-    if not found:
+    """Find a trainer or engines that wait for most of the time where a setting can change that.
+
+    If they share devices, one of them has to wait for the other. Only time without work for both can be saved then.
+    """
+    most, most_of_both = 0.6, 0.2
+    points = {part: curves.get(f"idle/{part}").known[1:] for part in ("trainer", "engines")}
+    means = {part: fmean(value for _, value in known) for part, known in points.items() if known}
+    part = max(means, key=lambda name: means[name], default="")
+    if not part or means[part] <= most:
         return None
-    part, points = max(found.items(), key=lambda item: fmean(value for _, value in item[1]))
-    verb = "is" if part == "trainer" else "are"
+    both = sum(means.values()) - 1.0
+    if curves.run.shares_devices and both <= most_of_both:
+        return None
+    advice = f"Neither the trainer nor the engines had any for {both:.0%} of it. " if both > most_of_both else ""
     return RunFinding(
         "note",
-        f"The {part} {verb} idle for most of the time",
-        f"The {part} had no work for {fmean(value for _, value in points):.0%} of the time (more than {most:.0%}). "
+        f"The {part} {'is' if part == 'trainer' else 'are'} idle for most of the time",
+        f"The {part} had no work for {means[part]:.0%} of the time (more than {most:.0%}). {advice}"
         "Overlap of sampling and training may help.",
         f"idle/{part}",
-        _bounds(points),
+        _bounds(points[part]),
         "docs/algorithms/overlap.md",
     )
 

@@ -32,6 +32,7 @@ _SCRIPTS = (
     "tokens.js",
     "rollouts.js",
     "curves.js",
+    "address.js",
     "page.js",
 )
 _STYLES = ("uPlot.min.css", "page.css")

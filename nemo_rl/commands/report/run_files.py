@@ -100,6 +100,14 @@ class RunFiles:
         folder = section.get("checkpoint_dir") if section.get("enabled") else None
         return folder if isinstance(folder, str) else None
 
+    @property
+    def shares_devices(self) -> bool:
+        """Whether policy and engines compute on the same devices, as far as the configuration says."""
+        cluster, policy = _section(self.config, "cluster"), _section(self.config, "policy")
+        placement = _section(_section(policy, "generation"), "colocated")
+        own_machines = _section(placement, "resources").get("num_nodes") and cluster.get("num_nodes", 1) != 1
+        return placement.get("enabled") is not False or (cluster.get("device") == "cpu" and not own_machines)
+
     def first_step(self) -> int | None:
         """Return the first training step that the run has logged, or None if there is none."""
         steps = (row.get("step") for row, _ in self.metric_rows() if row.get("prefix") == TRAINING)

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from stored_run import TINY, add_step, row, write_run
@@ -365,6 +366,31 @@ def test_equal_rewards_idle_parts_and_preemptions_are_found(tmp_path: Path) -> N
     found = {finding.metric: finding for finding in find(viewed(tmp_path).curves)}
     assert "In 2 of 4 steps" in found["train/reward"].text and found["train/reward"].steps == (2, 3)
     assert found["idle/trainer"].title.startswith("The trainer is idle") and "generation/num_preemptions" in found
+
+
+@pytest.mark.parametrize(
+    ("cluster", "own", "idle", "is_told"),
+    [
+        ({"device": "cpu"}, None, (0.25, 0.75), False),
+        ({"device": "cpu"}, {"ranks_per_node": 1}, (0.75, 0.25), False),
+        ({"device": "cpu"}, None, (0.7, 0.7), True),
+        ({"device": "cpu", "num_nodes": 2}, {"num_nodes": 1}, (0.25, 0.75), True),
+        ({"device": "other"}, {"gpus_per_node": 1}, (0.25, 0.75), True),
+        ({"device": "other"}, None, (0.25, 0.75), False),
+    ],
+)
+def test_idle_parts_are_told_only_where_a_setting_helps(
+    cluster: dict[str, Any], own: dict[str, int] | None, idle: tuple[float, float], is_told: bool, tmp_path: Path
+) -> None:
+    placement = {"enabled": own is None, "resources": own or {}}
+    run = write_run(tmp_path, 4, config={"cluster": cluster, "policy": {"generation": {"colocated": placement}}})
+    with (run / "metrics.jsonl").open("a") as file:
+        for step in range(1, 5):
+            metrics = dict(zip(("trainer", "engines"), idle, strict=True))
+            file.write(json.dumps({"step": step, "prefix": "idle", "metrics": metrics}) + "\n")
+    found = [finding for finding in find(viewed(tmp_path).curves) if finding.metric.startswith("idle/")]
+    assert len(found) == is_told
+    assert not found or ("Neither" in found[0].text) == (sum(idle) > 1.2)
 
 
 @pytest.mark.parametrize(

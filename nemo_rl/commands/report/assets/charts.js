@@ -65,19 +65,37 @@ function bandsOf(lines) {
   return bands;
 }
 
-function drawChart(holder, lines, options, hovered) {
+function zoomKept(name, xs, options) {
+  // A function that keeps the part of the axis that is drawn, unless it is all of it.
+  const [first, last] = within(options)(null, xs[0], xs[xs.length - 1]);
+  return (plot, scale) => {
+    if (scale !== "x") return;
+    const { min, max } = plot.scales.x;
+    if (min > first || max < last) ZOOMS.set(name, [min, max]);
+    else ZOOMS.delete(name);
+    remember(false);
+  };
+}
+
+function drawChart(name, holder, lines, options, hovered) {
   const [xs, columns] = aligned(lines);
   const style = getComputedStyle(document.body), line = style.getPropertyValue("--line");
   const axis = { stroke: style.color, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 }, font: "11px system-ui, sans-serif" };
   const values = (_, ticks) => ticks.map((tick) => shown(tick, 3));
-  return (width, height) => new uPlot({
+  const settings = (width, height) => ({
     width, height, bands: bandsOf(lines), legend: { show: false },
     series: [{}, ...seriesOf(lines, xs.length)],
     scales: { x: { time: false, range: within(options) }, y: options.log ? { distr: 3 } : { range: around } },
     axes: [{ ...axis, values, incrs: WHOLE, size: 34 }, { ...axis, values, size: 62 }], // room for -1.00e-4
     cursor: { drag: { x: true, y: false } },
-    hooks: { setCursor: [(plot) => hovered(plot.cursor.idx === undefined ? null : plot.cursor.idx, xs, columns)] },
-  }, [xs, ...columns], holder);
+    hooks: { setCursor: [(plot) => hovered(plot.cursor.idx === undefined ? null : plot.cursor.idx, xs, columns)],
+      setScale: [zoomKept(name, xs, options)] },
+  });
+  return (width, height) => {
+    const plot = new uPlot(settings(width, height), [xs, ...columns], holder), zoom = ZOOMS.get(name);
+    if (zoom) plot.setScale("x", { min: zoom[0], max: zoom[1] });
+    return plot;
+  };
 }
 
 function chart(name, groups, options) {
@@ -92,12 +110,17 @@ function chart(name, groups, options) {
       valuesOf(drawn, groups.length > 1, (group) => columns[exact.get(group)][index], `${options.axis === "steps" ? "step" : "second"} ${shown(xs[index])} `)));
   };
   hovered(null);
-  holder.draw = drawChart(holder, lines, options, hovered);
+  holder.draw = drawChart(name, holder, lines, options, hovered);
   DRAWN.set(holder, null);
   SIZES.observe(holder);
-  const card = make("section", { class: "card", "data-metric": name });
-  const enlarge = make("button", { class: "plain", "aria-pressed": "false", title: "Larger, or small again", "aria-label": `Enlarge ${name}`,
-    onclick: () => enlarge.setAttribute("aria-pressed", String(card.classList.toggle("wide"))) }, "⤢");
+  const card = make("section", { class: ENLARGED.has(name) ? "card wide" : "card", "data-metric": name });
+  const enlarge = make("button", { class: "plain", "aria-pressed": String(ENLARGED.has(name)), title: "Larger, or small again", "aria-label": `Enlarge ${name}`,
+    onclick: () => {
+      const isWide = card.classList.toggle("wide");
+      enlarge.setAttribute("aria-pressed", String(isWide));
+      ENLARGED[isWide ? "add" : "delete"](name);
+      remember(true);
+    } }, "⤢");
   card.append(make("div", { class: "head" }, make("h3", {}, name), enlarge), numbers, holder);
   return card;
 }

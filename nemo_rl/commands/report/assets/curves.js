@@ -10,10 +10,14 @@ function namesOf(runs) {
   return [...new Set(runs.flatMap((run) => Object.keys(run.curves)))].sort();
 }
 
+function prefixOf(name) {
+  return name.includes("/") ? name.slice(0, name.lastIndexOf("/")) : "others";
+}
+
 function metricGroups(names) {
   const groups = new Map([["main", MAIN_CURVES.filter((name) => names.includes(name))]]);
   for (const name of names) {
-    const prefix = name.includes("/") ? name.slice(0, name.lastIndexOf("/")) : "others";
+    const prefix = prefixOf(name);
     if (!groups.has(prefix)) groups.set(prefix, []);
     groups.get(prefix).push(name);
   }
@@ -44,11 +48,11 @@ function curves() {
     area.replaceChildren(make("p", { class: "soft", "aria-live": "polite" }, text ? `${kept.length} of ${names.length} metrics` : `${names.length} metrics`), ...parts);
     if (area.isConnected) forgetCharts();
   };
-  const change = (name) => (value) => { OPTIONS[name] = value; draw(); };
-  const bound = (name) => (value) => { if (!Number.isNaN(Number(value))) change(name)(value); };
+  const change = (name) => (value) => { OPTIONS[name] = value; draw(); remember(false); };
+  const bound = (name) => (value) => { if (!Number.isNaN(Number(value))) { ZOOMS.clear(); change(name)(value); } };
   const controls = make("div", { class: "controls" },
     field("name has", "search", OPTIONS.text, change("text")),
-    choice("axis", [["steps", "steps"], ["time", "seconds"]], OPTIONS.axis, (value) => { OPTIONS.from = OPTIONS.to = ""; change("axis")(value); show(); }),
+    choice("axis", [["steps", "steps"], ["time", "seconds"]], OPTIONS.axis, (value) => { OPTIONS.from = OPTIONS.to = ""; ZOOMS.clear(); change("axis")(value); show(); }),
     field("from", "number", OPTIONS.from, bound("from"), { class: "short", step: "any" }),
     field("to", "number", OPTIONS.to, bound("to"), { class: "short", step: "any" }),
     field("smoothing", "range", OPTIONS.smoothing, (value) => change("smoothing")(Number(value)), { min: 0, max: 0.98, step: 0.02 }),

@@ -11,7 +11,7 @@ let tab = "overview", chosen = 0;
 function runChoice(redraw) {
   if (DATA.runs.length < 2) return null;
   return make("div", { class: "controls" }, choice("run", DATA.runs.map((run, index) => [String(index), run.name]), String(chosen),
-    (value) => { chosen = Number(value); redraw(); }));
+    (value) => { chosen = Number(value); redraw(); remember(true); }));
 }
 
 function timeView() {
@@ -84,6 +84,7 @@ function footer() {
 function choose(name) {
   tab = name;
   show();
+  remember(true);
 }
 
 function makeTabs() {
@@ -113,6 +114,6 @@ function show() {
 }
 
 makeTabs();
-show();
+restore();
 footer();
 if (DATA.live) follow();
