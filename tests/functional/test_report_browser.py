@@ -4,7 +4,6 @@ It needs Chromium and a group: `uv run --extra cpu --group test --group browser 
 """
 
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,21 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from report_chromium import IN_CHROMIUM, TABS, browser, errors_of
+from stored_run import HOSTILE, add_step, write_run
 
 from nemo_rl.__main__ import main
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit/report"))
-from stored_run import HOSTILE, add_step, write_run
-
-sync_api = pytest.importorskip("playwright.sync_api", reason="needs the group `browser`")
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.timeout(280),
-    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium"),
-]
+__all__ = ["browser"]
+pytestmark = IN_CHROMIUM
 WIDTHS = {"desktop": 1280, "phone": 390}
-TABS = ("overview", "curves", "time", "rollouts", "config")
 
 
 class Visitor:
@@ -36,9 +28,7 @@ class Visitor:
     def __init__(self, browser: Any, width: int, address: str) -> None:
         self.page = browser.new_page(viewport={"width": width, "height": 900})
         self.page.set_default_timeout(10_000)
-        self.errors: list[str] = []
-        self.page.on("console", lambda m: self.errors.append(m.text) if m.type in ("error", "warning") else None)
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.errors = errors_of(self.page)
         self.page.goto(address)
 
     def open(self, tab: str) -> None:
@@ -54,14 +44,6 @@ class Visitor:
 
     def overflow(self) -> int:
         return int(self.page.evaluate("document.documentElement.scrollWidth - window.innerWidth"))
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +123,77 @@ def test_the_live_page_answers_the_same_and_follows_the_run(browser: Any, run: P
     visitor.expect_count("44 of 44 samples")
     visitor.page.locator("button", has_text="new samples").wait_for(state="detached")
     assert visitor.errors == []
+
+
+def zoom(page: Any, metric: str) -> None:
+    """Drag from a quarter to the middle of a chart."""
+    box = page.locator(f"section[data-metric='{metric}'] .u-over").first.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 4, box["y"] + 20)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 60, steps=4)
+    page.mouse.up()
+
+
+def axis_of(page: Any, metric: str) -> list[float]:
+    """Return the first and the last step that a chart shows."""
+    card = f"document.querySelector(\"section[data-metric='{metric}'] .plot\")"
+    return list(page.evaluate(f"(({{ min, max }}) => [min, max])(DRAWN.get({card}).scales.x)"))
+
+
+def test_the_address_names_what_is_open(browser: Any, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write_run(tmp_path / name, steps=8, loss=[0.5] * 8, own_metric=[1.0, 2.0] * 4)
+    file = tmp_path / "report.html"
+    assert main(["report", str(tmp_path), "--output", str(file)]) == 0
+    visitor = Visitor(browser, 1280, f"file://{file}")
+    page = visitor.page
+    visitor.open("rollouts")
+    assert page.url.endswith("#rollouts")
+    page.locator("label:has-text('run') select").first.select_option("1")
+    assert page.url.endswith("#rollouts&run=two/exp_001")
+    visitor.open("curves")
+    page.go_back()
+    page.wait_for_selector("#tab-rollouts[aria-selected=true]")
+    page.go_back()
+    page.locator("label:has-text('run') select >> nth=0").wait_for()
+    assert page.url.endswith("#rollouts") and page.locator("label:has-text('run') select").first.input_value() == "0"
+    page.go_back()
+    page.wait_for_selector("#tab-overview[aria-selected=true]")
+    page.goto("about:blank")
+    page.goto(f"file://{file}#curves&metric=train/own_metric&has=own")
+    assert page.locator("input[type=search]").input_value() == "own"
+    assert page.locator(".card.wide").get_attribute("data-metric") == "train/own_metric"
+    page.click("button[aria-label='Enlarge train/own_metric']")
+    assert page.url.endswith("#curves&has=own")
+    page.go_back()
+    page.wait_for_selector(".card.wide button[aria-pressed=true]")
+    page.goto("about:blank")
+    page.goto(f"file://{file}#other&run=<b>&zoom=x:2&metric=%E0%A4%A&has=%")
+    page.wait_for_selector("#tab-overview[aria-selected=true]")
+    assert visitor.errors == []
+
+
+def test_a_zoom_stays_when_the_run_goes_on_and_when_the_page_is_read_again(browser: Any, tmp_path: Path) -> None:
+    written = write_run(tmp_path, steps=8)
+    with watched(tmp_path) as address:
+        visitor = Visitor(browser, 1280, address)
+        page = visitor.page
+        page.wait_for_selector("section[data-metric='train/reward'] .u-over")
+        assert axis_of(page, "train/reward") == [1, 8]
+        zoom(page, "train/reward")
+        chosen = axis_of(page, "train/reward")
+        assert 2 < chosen[0] < 3.5 and 4 < chosen[1] < 5.5
+        add_step(written, 9, {"reward": 1.0}, "an answer")
+        page.locator(".card", has_text="after 9 steps").first.wait_for()
+        page.wait_for_selector("section[data-metric='train/reward'] .u-over")
+        assert axis_of(page, "train/reward") == chosen
+        page.reload()
+        page.wait_for_selector("section[data-metric='train/reward'] .u-over")
+        assert axis_of(page, "train/reward") == pytest.approx(chosen, abs=1e-4)
+        page.locator("section[data-metric='train/reward'] .u-over").dblclick()
+        page.wait_for_timeout(100)
+        assert axis_of(page, "train/reward") == [1, 9] and "zoom" not in page.url
+        assert visitor.errors == []
 
 
 def test_a_sample_whose_file_was_written_again_is_told_in_words(browser: Any, tmp_path: Path) -> None:

@@ -5,30 +5,21 @@ It needs Chromium and a group: `uv run --extra cpu --group test --group browser 
 
 import json
 import math
-import shutil
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
+from report_chromium import IN_CHROMIUM, TABS, browser, errors_of
+from stored_run import row, write_run
 
 from nemo_rl.__main__ import main
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit/report"))
-from stored_run import row, write_run
-
-sync_api = pytest.importorskip("playwright.sync_api", reason="needs the group `browser`")
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.timeout(280),
-    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium"),
-]
+__all__ = ["browser"]
+pytestmark = IN_CHROMIUM
 WIDTHS = (390, 1280, 1366, 1920)
-TABS = ("overview", "curves", "time", "rollouts", "config")
 CHARTS = """[...document.querySelectorAll('.plot')].filter((plot) => plot.clientWidth).map((plot) => {
   const canvas = plot.querySelector('canvas'), inside = plot.getBoundingClientRect();
   const drawn = canvas ? canvas.getBoundingClientRect() : {width: 0, right: 0};
@@ -120,14 +111,6 @@ CASES: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
-
-
-@pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     @cache
     def written(case: str) -> Path:
@@ -142,9 +125,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def opened(browser: Any, file: Path, width: int, scheme: str = "light") -> tuple[Any, list[str]]:
     """Open a page and return it with the list of its errors."""
     page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme, bypass_csp=True)
-    errors: list[str] = []
-    page.on("console", lambda message: errors.append(message.text) if message.type in ("error", "warning") else None)
-    page.on("pageerror", lambda error: errors.append(str(error)))
+    errors = errors_of(page)
     page.goto(f"file://{file}")
     return page, errors
 
