@@ -2,11 +2,13 @@
 
 import ast
 import contextlib
+import inspect
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,11 +16,14 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+import nemo_rl
 from nemo_rl.algorithms.loss import ClippedPGLossFn
 from nemo_rl.algorithms.rollout.source import Group
-from nemo_rl.config import ClippedPGLossConfig
+from nemo_rl.config import ClippedPGLossConfig, load_config
 from nemo_rl.experience.metrics import rollout_metrics, validation_metrics
 from nemo_rl.experience.trajectory import Trajectory
+from nemo_rl.launch.programs import PROGRAMS
+from nemo_rl.launch.python_runs import _NAMES_OF_TRL
 from nemo_rl.losses.invariance import check_invariance
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -226,6 +231,55 @@ def test_the_blocks_for_users_of_nemo_rl_run(monkeypatch, capsys):
     assert config.env["math"].num_workers == 1
     assert namespace["config"].policy.optimizer.kwargs == {"lr": 1e-5}
     assert capsys.readouterr().out.strip() in text_of(page)
+
+
+def test_the_page_for_users_of_trl_has_the_names_of_the_error_messages_and_keys_that_exist():
+    page = ROOT / "docs/start/from-trl.md"
+    rows = [[set(re.findall(r"`([^`]+)`", cell)) for cell in row.split("|")] for row in blocks_of_rows(page)]
+    for theirs, ours in _NAMES_OF_TRL.items():
+        assert any(theirs in cells[1] and ours in cells[2] for cells in rows), theirs
+    named = {name.split("=")[0] for cells in rows for cell in cells[2:] for name in cell}
+    keys = {
+        name
+        for name in named
+        if re.fullmatch(r"(policy|loss_fn|data|logger|checkpointing|cluster|grpo|sft|dpo)\..+", name)
+    }
+    programs = [PROGRAMS[name] for name in ("grpo", "sft", "dpo")]
+    configs = [load_config(program.config_for_this_machine(), schema=program.schema) for program in programs]
+    assert len(keys) > 50
+    assert [key for key in sorted(keys) if not any(has_value(config, key) for config in configs)] == []
+
+
+def blocks_of_rows(page: Path) -> list[str]:
+    """The lines of all tables without their heads."""
+    return [line for line in without_blocks(page).splitlines() if line.startswith("| ") and line.count("|") > 2]
+
+
+def has_value(config: object, key: str) -> bool:
+    for name in key.split("."):
+        if isinstance(config, dict):
+            return name in config or name == "weight_decay"
+        if not hasattr(config, name):
+            return False
+        config = getattr(config, name)
+    return True
+
+
+def test_the_example_for_users_of_trl_gives_rewards(monkeypatch):
+    (block,) = blocks(ROOT / "docs/start/from-trl.md", "python")
+    called = []
+    signature = inspect.signature(nemo_rl.grpo)
+
+    def grpo(*arguments, **keys):
+        called.append(signature.bind(*arguments, **keys).arguments)
+        return SimpleNamespace(metrics={"train/reward": 1.0}, model=None)
+
+    monkeypatch.setattr(nemo_rl, "grpo", grpo)
+    exec(compile(block, "from-trl.md", "exec"), {})
+    (given,) = called
+    (right, (short, weight)) = given["reward"].values()
+    assert right(["it is 20", "21"], given["rows"][:2]) == [1.0, 1.0] and right(["22"], given["rows"][:1]) == [0.0]
+    assert short(["a", "a" * 99], given["rows"][:2]) == [1.0, 0.0] and weight == 0.1
 
 
 @pytest.mark.slow
