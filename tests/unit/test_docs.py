@@ -203,12 +203,13 @@ def test_the_shown_data_set_has_rows(shown):
 
 def test_the_parts_for_another_trainer_run_without_ray():
     """In a process of its own; each printed line is the comment after its `print`."""
-    code = "".join(blocks(ROOT / "docs/start/parts.md", "python"))
+    *parts, engine, rollouts = blocks(ROOT / "docs/start/parts.md", "python")
+    code = "".join([*parts, 'import sys\nassert "ray" not in sys.modules\n', engine, rollouts])
     expected = re.findall(r"^print\(.*\)  # (.*)$", code, flags=re.MULTILINE)
-    script = code + 'import sys\nassert "ray" not in sys.modules\n'
+    script = code + "import ray\nassert not ray.is_initialized()\n"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines() == expected and len(expected) == 3
+    assert done.stdout.splitlines() == expected and len(expected) == 5
 
 
 def test_the_blocks_for_users_of_nemo_rl_run(monkeypatch, capsys):
