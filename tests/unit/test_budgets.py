@@ -20,7 +20,7 @@ OPTIONAL = ("sandbox", "kits", "agents", "commands")
 """Packages above the core."""
 
 LINES = {"core": 88_200, "all": 111_600}
-FILES = {"core": 507, "all": 659}
+FILES = {"core": 507, "all": 660}
 FOLDERS = 86
 SHORT_FILES = 47
 """Files under 60 lines, without `__init__.py`."""
