@@ -12,12 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit/report"))  # 
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs the group `browser`")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-IN_CHROMIUM = [
-    pytest.mark.long,
-    pytest.mark.timeout(280),
-    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium"),
-]
-"""Marks of each test file that opens a page."""
+IN_CHROMIUM = [pytest.mark.timeout(280), pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")]
+"""Marks of each test file that opens a page, besides `long`, which the tables of tests read in the file itself."""
 TABS = ("overview", "curves", "time", "rollouts", "config")
 
 

@@ -18,7 +18,7 @@ from stored_run import HOSTILE, add_step, write_run
 from nemo_rl.__main__ import main
 
 __all__ = ["browser"]
-pytestmark = IN_CHROMIUM
+pytestmark = [pytest.mark.long, *IN_CHROMIUM]
 WIDTHS = {"desktop": 1280, "phone": 390}
 
 

@@ -18,7 +18,7 @@ from stored_run import row, write_run
 from nemo_rl.__main__ import main
 
 __all__ = ["browser"]
-pytestmark = IN_CHROMIUM
+pytestmark = [pytest.mark.long, *IN_CHROMIUM]
 WIDTHS = (390, 1280, 1366, 1920)
 CHARTS = """[...document.querySelectorAll('.plot')].filter((plot) => plot.clientWidth).map((plot) => {
   const canvas = plot.querySelector('canvas'), inside = plot.getBoundingClientRect();
