@@ -1,4 +1,4 @@
-"""Fixtures for all tests: signal handlers as a terminal sets them, and garbage collection in forked processes."""
+"""Fixtures for all tests: signal handlers as a terminal sets them, garbage collection in forked processes, one Ray."""
 
 import gc
 import os
@@ -70,6 +70,31 @@ def no_ray_in_fast_tests(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if request.node.get_closest_marker("fast") is not None and not ran_before:
         assert not _ray_runs(), "a test that is marked fast started Ray"
+
+
+@pytest.fixture(scope="session")
+def ray_logs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Yield the folder with the link to the logs of the local Ray, and end this Ray at the end of the session."""
+    joined = os.environ.pop("RAY_ADDRESS", None)
+    yield tmp_path_factory.mktemp("ray_logs")
+    if _ray_runs():
+        sys.modules["ray"].shutdown()
+    if joined is not None:
+        os.environ["RAY_ADDRESS"] = joined
+
+
+@pytest.fixture(scope="module")
+def local_ray(ray_logs: Path) -> Path:
+    """Start one Ray on this machine for all modules that need one; return the folder with the link to its logs.
+
+    A module starts it again if another one ended it: a driver without Ray would look for a cluster by itself and could
+    join one that a test has ended, which ends the whole process.
+    """
+    if not _ray_runs():
+        from nemo_rl.distributed.virtual_cluster import init_ray
+
+        init_ray(str(ray_logs), num_cpus=16)
+    return ray_logs
 
 
 def _ray_runs() -> bool:

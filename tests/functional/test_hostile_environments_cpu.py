@@ -7,17 +7,14 @@ a real actor.
 
 import asyncio
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import ray
 from hostile_environments import Hostile, Pooled
 
-from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.environments.workers.loading import WorkerKeys
 from nemo_rl.environments.workers.start import Environment, EnvironmentPool, start_workers
 
@@ -66,13 +63,6 @@ QUICK = ("raise", "lock", "no message", "fork and hang", "leak")
 """The cases that CI runs."""
 
 
-@pytest.fixture(scope="module")
-def own_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    init_ray(str(tmp_path_factory.mktemp("ray_logs")), num_cpus=16)
-    yield
-    ray.shutdown()
-
-
 def say(text: str) -> list[dict[str, Any]]:
     return [{"role": "assistant", "content": text}]
 
@@ -110,7 +100,7 @@ def outcomes_of(name: str, folder: Path) -> tuple[list[Any], Environment]:
     return found, environment
 
 
-@pytest.mark.usefixtures("own_ray")
+@pytest.mark.usefixtures("local_ray")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.long) for n in DEEDS])
 def test_a_hostile_sample_costs_itself_only(name: str, tmp_path: Path) -> None:
     deed = DEEDS[name]
@@ -143,7 +133,7 @@ def daemons() -> set[int]:
     return found
 
 
-@pytest.mark.usefixtures("own_ray")
+@pytest.mark.usefixtures("local_ray")
 @pytest.mark.long
 def test_a_slow_leak_restarts_the_actor_and_costs_no_sample(tmp_path: Path) -> None:
     keys = WorkerKeys(step_timeout_s=30.0, max_memory_gb=0.6)
@@ -156,7 +146,7 @@ def test_a_slow_leak_restarts_the_actor_and_costs_no_sample(tmp_path: Path) -> N
     assert environment.num_restarts >= 1
 
 
-@pytest.mark.usefixtures("own_ray")
+@pytest.mark.usefixtures("local_ray")
 def test_an_episode_stays_in_its_actor_and_a_slow_one_delays_only_that() -> None:
     environment = start_workers("pooled", Pooled, {}, WorkerKeys(num_workers=2))
     assert isinstance(environment, EnvironmentPool)
@@ -188,7 +178,7 @@ def test_an_episode_stays_in_its_actor_and_a_slow_one_delays_only_that() -> None
     assert found[0][1] >= 4.0
 
 
-@pytest.mark.usefixtures("own_ray")
+@pytest.mark.usefixtures("local_ray")
 def test_open_episodes_are_bounded() -> None:
     environment = start_workers("pooled", Pooled, {}, WorkerKeys(max_open_episodes=2))
 

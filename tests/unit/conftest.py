@@ -1,6 +1,5 @@
-"""Fixtures shared by several packages: one local Ray, and a small disk that can be full."""
+"""A fixture shared by several packages: a small disk that can be full."""
 
-import os
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -9,22 +8,6 @@ from pathlib import Path
 import pytest
 
 RamDisk = Callable[[str], AbstractContextManager[Path]]
-
-
-@pytest.fixture(scope="session")
-def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Start one Ray on this machine for all tests that need one; yield the folder with the link to its logs."""
-    import ray
-
-    from nemo_rl.distributed.virtual_cluster import init_ray
-
-    joined = os.environ.pop("RAY_ADDRESS", None)
-    log_dir = tmp_path_factory.mktemp("ray_logs")
-    init_ray(str(log_dir), num_cpus=16)
-    yield log_dir
-    ray.shutdown()
-    if joined is not None:
-        os.environ["RAY_ADDRESS"] = joined
 
 
 @pytest.fixture

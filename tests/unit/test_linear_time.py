@@ -273,9 +273,9 @@ def test_a_hostile_text_in_any_form_takes_a_tenth_of_a_second(name):
 
 
 NOT_OF_MODELS: dict[str, str] = {
-    "launch/finished_run.py": "names of folders",
     "launch/python_runs.py": "names of folders",
     "algorithms/runtime/recovery.py": "messages of this library's errors",
+    "commands/completion.py": "names of sections",
     "config/base/value_types.py": "addresses in a configuration",
     "config/base/defaults.py": "configuration files",
     "config/base/hidden_values.py": "configuration files",

@@ -236,6 +236,7 @@ def test_nothing_is_read_unless_asked_for(tmp_path: Path) -> None:
 
 @pytest.mark.ray
 def test_every_node_of_a_joined_cluster_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray.shutdown()  # an earlier module's
     with ray_nodes(1, 1) as nodes:
         monkeypatch.setenv("RAY_ADDRESS", nodes.address)
         init_ray()
