@@ -164,7 +164,7 @@ def run_env_eval(
         RunInterruptedError: a signal ended the evaluation after a batch was written.
     """
     config, prompts = master_config or vllm_generation.config, dataloader
-    environment = environment_of(config.data.env_name, env or env_class_path(config.data.env_name))
+    environment = environment_of(config.data.env_name, env or _class_path(config))
     if env is None:
         check_known_answers(config, prompts)
     store = RecordStore(config, len(prompts))
@@ -267,6 +267,10 @@ def _record(trajectory: Trajectory, start: int, batch: BatchedDataDict[Any], top
     )
 
 
+def _class_path(config: EvalMasterConfig) -> str:
+    return env_class_path(config.data.env_name, config.env.get(config.data.env_name))
+
+
 def _check_environment(config: EvalMasterConfig) -> None:
     """Check that `cons@k` has an environment that returns the extracted answer.
 
@@ -274,7 +278,7 @@ def _check_environment(config: EvalMasterConfig) -> None:
     """
     if config.data.env_name in config.cluster.venvs:
         return
-    env_class, _ = load_env_class(env_class_path(config.data.env_name))
+    env_class, _ = load_env_class(_class_path(config))
     if config.eval.metric == "cons@k" and not env_class.gives_answers:
         raise ConfigError(
             f"eval.metric=cons@k compares extracted answers, but the environment {config.data.env_name!r} "
