@@ -50,6 +50,7 @@ from nemo_rl.models.generation.interfaces import SamplingParams
 from nemo_rl.models.generation.remote.model import ChatModel
 from nemo_rl.models.huggingface.tensor_files import download_models
 from nemo_rl.utils.errors import ConfigError, RunInterruptedError
+from nemo_rl.utils.logging_setup import show_messages
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +104,7 @@ def setup(
     Raises:
         ConfigError, DataError: the configuration or the data cannot be used.
     """
+    show_messages()
     if isinstance(master_config, EvalMasterConfig):
         config = master_config
         fill_dependent_keys(config)

@@ -120,6 +120,35 @@ def test_a_wrong_configuration_is_refused_as_in_a_run(capsys: pytest.CaptureFixt
     )
 
 
+def test_rows_of_local_files_are_refused_as_in_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tmp_path / "rows.jsonl"
+    keys = ["data.train.dataset_name=PromptDataset", f"data.train.data_path={rows}"]
+    for row, message in {
+        '{"promt": "2+2=", "answer": "4"}': "missing 'prompt'",
+        '{"prompt": {"a": 1}, "answer": "4"}': "'prompt' is an object, not text",
+    }.items():
+        rows.write_text(f"{row}\n" * 8)
+        assert launch("", CONFIGS / "grpo_math_cpu.yaml", GRPOMasterConfig, run_not, ["--dry-run", *keys]) == 2
+        assert message in capsys.readouterr().err
+    rows.write_text('{"prompt": "2+2=", "answer": "4"}\n' * 7)
+    assert launch("", CONFIGS / "grpo_math_cpu.yaml", GRPOMasterConfig, run_not, ["--dry-run", *keys]) == 2
+    assert "7 rows, fewer than one batch of 8" in capsys.readouterr().err
+    rows.write_text('{"prompt": "2+2=", "answer": "4"}\n' * 8)
+    assert launch("", CONFIGS / "grpo_math_cpu.yaml", GRPOMasterConfig, run_not, ["--dry-run", *keys]) == 0
+    assert "data          8 rows to train, 128 to validate" in capsys.readouterr().out
+    assert (
+        launch(
+            "",
+            CONFIGS / "grpo_math_cpu.yaml",
+            GRPOMasterConfig,
+            run_not,
+            ["--dry-run", *keys, "data.validation.dataset_name=gsm8k"],
+        )
+        == 0
+    )
+    assert "data          not read, because gsm8k is not on this machine" in capsys.readouterr().out
+
+
 def test_an_engine_without_room_for_an_answer_is_refused() -> None:
     recipe = recipe_of("grpo-llama3.1-8b-instruct-1n8g-fsdp", "policy.generation.engine.gpu_memory_utilization=0.22")
     (problem,) = recipe.forecast.shortfalls

@@ -13,6 +13,7 @@ from nemo_rl.config import REPOSITORY_ROOT, GRPOMasterConfig, SFTMasterConfig, l
 from nemo_rl.environments.workers.loading import load_env_class
 from nemo_rl.launch.checks import Moment, make_checks
 from nemo_rl.launch.command_line import launch
+from nemo_rl.models.capacity.hub_configs import with_local_configs
 from nemo_rl.models.huggingface.reachable import TIMEOUT_VARIABLE, TOKENIZER_FILE, check_reachable
 from nemo_rl.utils.errors import ConfigError, DataError
 
@@ -105,6 +106,17 @@ def test_a_hub_that_does_not_answer(monkeypatch):
         ):
             check_reachable("policy.model_name", "no-such-user/nothing")
         assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize("name", ["tiny-chatt", "tinychat"])
+def test_a_misspelled_model_of_the_library_is_suggested(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    models = "Models of the library: tiny-chat, tiny-player, tiny-teacher, tiny-tools"
+    with pytest.raises(ConfigError, match=rf"Did you mean 'tiny-chat'\? {models}\.$"):
+        check_reachable("policy.model_name", name)
+    config = load_config("grpo_math_cpu.yaml", [f"policy.model_name={name}"])
+    with pytest.raises(ConfigError, match=rf"Did you mean 'tiny-chat'\? {models}\.$"):
+        with_local_configs(config)
 
 
 def test_folders_and_names(tmp_path):
