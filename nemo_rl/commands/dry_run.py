@@ -129,9 +129,9 @@ def data_lines(config: RunConfig) -> Iterator[str]:
         if not _has_files(entry) and entry.dataset_name not in generated
     ]
     for _, _, model in config.model_keys():
-        file = try_to_load_from_cache(model.tokenizer.name, TOKENIZER_FILE)
-        if isinstance(file, str):
-            model.tokenizer.name = str(Path(file).parent)
+        name = model.tokenizer.name
+        if not Path(name).is_dir() and isinstance(file := try_to_load_from_cache(name, TOKENIZER_FILE), str):
+            model.tokenizer.name = str(Path(file).parent)  # whose files are read without a request to the hub
     missing += [model.tokenizer.name for *_, model in config.model_keys() if not Path(model.tokenizer.name).is_dir()]
     if missing:
         yield _line("data", f"not read, because {missing[0]} is not on this machine")

@@ -10,8 +10,9 @@ from huggingface_hub import constants
 
 from nemo_rl.algorithms import grpo, sft, start
 from nemo_rl.config import REPOSITORY_ROOT, GRPOMasterConfig, SFTMasterConfig, load_config
+from nemo_rl.config.base.names import ROW
 from nemo_rl.environments.workers.loading import load_env_class
-from nemo_rl.launch.checks import Moment, make_checks
+from nemo_rl.launch.checks import Moment, make_checks, recipe_of
 from nemo_rl.launch.command_line import launch
 from nemo_rl.models.capacity.hub_configs import with_local_configs
 from nemo_rl.models.huggingface.reachable import TIMEOUT_VARIABLE, TOKENIZER_FILE, check_reachable
@@ -92,6 +93,21 @@ def test_a_class_in_the_folder_the_run_was_started_from(tmp_path, monkeypatch, c
     ran = []
     assert launch("", GRPO, GRPOMasterConfig, ran.append, keys) == 0, capsys.readouterr().err
     assert len(ran) == 1 and sys.path[-1] == str(tmp_path)
+
+
+def test_environments_of_reward_functions_with_two_own_names() -> None:
+    entries = [f"{{dataset_name: arithmetic, num_samples: 8, env_name: {name}}}" for name in ("first", "second")]
+    keys = [f"data.train=[{','.join(entries)}]", "data.validation.env_name=first", "env.second.stop_strings=[x]"]
+    functions = ["env.first.function=builtins.len", "env.second.function={a: builtins.len, b: math.nosuch}"]
+    config = load_config(GRPO, [*functions, *keys])
+    with pytest.raises(ConfigError, match=r"env\.second\.function\.b='math\.nosuch' cannot be imported"):
+        make_checks(config, Moment.LIBRARIES)
+    config.env["second"]["function"] = "builtins.len"
+    make_checks(config, Moment.LIBRARIES)
+    rows = recipe_of(config).data.train
+    assert [rows[index]["task_name"] for index in (0, 8)] == ["first", "second"]
+    assert [rows[index].get("stop_strings") for index in (0, 8)] == [None, ["x"]]
+    assert all(ROW in rows[index]["extra_env_info"] for index in (0, 8))
 
 
 def test_a_hub_that_does_not_answer(monkeypatch):
