@@ -21,7 +21,6 @@ from nemo_rl.config.schema.env import RewardFunctionsConfig
 from nemo_rl.data.messages.content import content_text
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.environments.user_errors import describe
-from nemo_rl.host.boundary import Boundary
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.imports import import_dotted
 
@@ -74,14 +73,16 @@ class NamedReward:
             Exception: a function that gets lists failed for several samples. The caller then tries each sample alone.
         """
         if self.takes_lists and len(answers) > 1:
-            return [self._outcome(value) for value in await self._of_lists(answers, rows)]
-        found = await asyncio.gather(*map(self._one, answers, rows), return_exceptions=True)
+            numbers = map(self._number, await self._of_lists(answers, rows))
+        else:
+            numbers = map(self._one, answers, rows)
+        found = await asyncio.gather(*numbers, return_exceptions=True)
         return [(0.0, self._reason(each)) if isinstance(each, BaseException) else (each, None) for each in found]
 
     async def _one(self, answer: str, row: Mapping[str, Any]) -> float:
         if self.takes_lists:
-            return self._number((await self._of_lists([answer], [row]))[0])
-        return self._number(await self._called(answer, row))
+            return await self._number((await self._of_lists([answer], [row]))[0])
+        return await self._number(await self._called(answer, row))
 
     async def _of_lists(self, answers: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Sequence[Any]:
         found = await self._called(list(answers), list(rows))
@@ -98,7 +99,8 @@ class NamedReward:
         result = self.function(*arguments)
         return await result if inspect.isawaitable(result) else result
 
-    def _number(self, value: Any) -> float:
+    async def _number(self, value: Any) -> float:
+        """Return a value times the weight. It is a coroutine so that `gather` keeps each sample's error."""
         if value is None or isinstance(value, str | bytes) or not hasattr(value, "__float__"):
             lists = isinstance(value, list | tuple) and not self.takes_lists
             advice = ". Name its first parameter `answers` if it takes and returns lists" if lists else ""
@@ -107,11 +109,6 @@ class NamedReward:
         if not math.isfinite(number):
             raise ValueError(f"the reward {self.name!r} returned {value!r:.80}, which is not a finite number")
         return number
-
-    def _outcome(self, value: Any) -> Outcome:
-        with Boundary(Exception) as caught:  # a number of the user may fail in any way
-            return self._number(value), None
-        return 0.0, self._reason(caught.take())
 
     def _reason(self, error: BaseException) -> str:
         return f"{describe(error)}, in the reward {self.name!r}"

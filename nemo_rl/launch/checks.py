@@ -27,7 +27,15 @@ from nemo_rl.algorithms.setup.preflight import (
     check_environments,
     check_reachable_models,
 )
-from nemo_rl.config import EvalMasterConfig, MasterConfig, RunConfig, check_device, count_gpus
+from nemo_rl.config import (
+    EvalMasterConfig,
+    MasterConfig,
+    RolloutMasterConfig,
+    RunConfig,
+    SupervisedMasterConfig,
+    check_device,
+    count_gpus,
+)
 from nemo_rl.config.base.names import is_own_class
 from nemo_rl.config.loading.algorithms import ALGORITHMS
 from nemo_rl.config.rules.trackers import check_trackers
@@ -67,7 +75,7 @@ class _Collector(logging.Handler):
 
 
 def hide_warnings() -> None:
-    """Hide warnings of libraries that users cannot change: torchdata calls a deprecated function for each loader."""
+    """Hide torchdata's warning about a deprecated function that it calls itself, which users cannot change."""
     warnings.filterwarnings("ignore", message=".*set_vital.*")
 
 
@@ -291,7 +299,7 @@ def check_checkpoints(request: Request) -> Passed:
 def check_data(request: Request) -> Passed:
     """Load tokenizer and data as the run does, render the first rows, and grade the known answers as if sampled."""
     config = request.config
-    if isinstance(config, MasterConfig):
+    if isinstance(config, RolloutMasterConfig | SupervisedMasterConfig):
         from nemo_rl.algorithms.start import open_rows
 
         hide_warnings()

@@ -104,11 +104,11 @@ def stop_strings_of(environments: Mapping[str, Any], name: str | None) -> list[s
     with_turns = ToolEnvironmentConfig | RAGEnvironmentConfig | GameSection | VerifiersConfig
     if isinstance(section, graded | with_turns):
         return section.stop_strings
-    return section.get("stop_strings") if name and calls_functions(name, section) else None
+    return section.get("stop_strings") if section and calls_functions(name or "", section) else None
 
 
 def calls_functions(name: str, section: Any) -> bool:
-    """Return whether a section names reward functions. An own name has no schema; a dotted one is a class."""
+    """Return whether a section names reward functions: `reward`, or one of any name that is no path of a class."""
     own = isinstance(section, Mapping) and "function" in section and "." not in name
     return own or isinstance(section, RewardFunctionsConfig)
 

@@ -183,7 +183,7 @@ def test_a_section_with_functions_may_have_any_name() -> None:
             {"function": "builtins.len", "weights": {"size": 1.0}},
             r"env.my_rewards.weights has size, which is no reward",
         ),
-        ({"function": "builtins.len", "weigths": {}}, r"env.my_rewards.weigths is no argument .* 'weights'"),
+        ({"function": "builtins.len", "weightz": {}}, r"env.my_rewards.weightz is no argument .* 'weights'"),
     ],
 )
 def test_errors_of_another_name_name_their_place(section: dict[str, Any], message: str) -> None:

@@ -137,7 +137,7 @@ def test_rows_of_local_files_are_refused_as_in_a_run(tmp_path: Path, capsys: pyt
     with pytest.raises(DataError, match="'prompt' is an object, not text"):
         found('{"prompt": {"a": 1}, "answer": "4"}')
     with pytest.raises(DataError, match="missing 'prompt'"):
-        found('{"promt": "2+2=", "answer": "4"}')
+        found('{"pronpt": "2+2=", "answer": "4"}')
     assert launch("", file, GRPOMasterConfig, run_not, ["--dry-run", *keys]) == 2
     assert "missing 'prompt'" in capsys.readouterr().err
 
