@@ -19,7 +19,7 @@ pytestmark = pytest.mark.fast
 OPTIONAL = ("sandbox", "kits", "agents", "commands")
 """Packages above the core."""
 
-LINES = {"core": 88_200, "all": 111_600}
+LINES = {"core": 88_210, "all": 111_670}
 FILES = {"core": 507, "all": 659}
 FOLDERS = 86
 SHORT_FILES = 47
