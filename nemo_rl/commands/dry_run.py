@@ -1,15 +1,18 @@
 """Describes a run without starting it: layout, arithmetic of a step, memory by phase, checkpoint, and whether it fits.
 
 This is `--dry-run` of every example script (`command_line`). It makes the checks of `launch.checks` that read neither
-tokenizers nor data; what it finds out about this machine is shown and does not count. Invariant: nothing is started or
-written, and of a model only its `config.json` is read, from its folder, the hub's cache, or
-`models/capacity/hub_configs`.
+tokenizers nor data, and the check of data that is in local files; what it finds out about this machine is shown and
+does not count. Invariant: nothing is started, written or downloaded. Of a model only its `config.json` and tokenizer
+are read, from its folder, the hub's cache, or `models/capacity/hub_configs`.
 """
 
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil
+from pathlib import Path
+
+from huggingface_hub import try_to_load_from_cache
 
 from nemo_rl.algorithms.setup.memory_forecast import (
     USABLE_SHARE,
@@ -21,22 +24,28 @@ from nemo_rl.algorithms.setup.memory_forecast import (
 from nemo_rl.algorithms.setup.run_folders import checkpoint_sizes, checkpoints_at_once
 from nemo_rl.config import (
     ClusterConfig,
+    DatasetConfig,
     EngineConfig,
+    EvalDataConfig,
+    EvalMasterConfig,
     MasterConfig,
     PolicyConfig,
     Role,
     RolloutMasterConfig,
     RunConfig,
+    SupervisedMasterConfig,
     Topology,
     divide_cluster,
     model_ranks,
     plan_topology,
 )
+from nemo_rl.config.base.names import EPISODES, GENERATED_DATASETS
 from nemo_rl.config.rules.engines import ranks_of_engine, replicas_of_engine
 from nemo_rl.distributed.parallel_layout import AXES, ParallelLayout
 from nemo_rl.host.capacity import readable_bytes
-from nemo_rl.launch.checks import CHECKS, Request, RunCheck
+from nemo_rl.launch.checks import CHECKS, Request, RunCheck, check_data
 from nemo_rl.models.capacity.hub_configs import with_local_configs
+from nemo_rl.models.huggingface.reachable import TOKENIZER_FILE
 from nemo_rl.utils.errors import NemoRLError
 
 NOT_FITTING = 1
@@ -66,6 +75,7 @@ def dry_run(config: RunConfig) -> int:
 
     Raises:
         ConfigError: a model's configuration cannot be read here, or a check that does not depend on the machine fails.
+        DataError: rows of local files cannot be used.
     """
     description = describe(config)
     here = "\n".join(["This machine (not part of the verdict)", *machine_lines(config)])
@@ -77,6 +87,7 @@ def describe(config: RunConfig) -> Description:
     """Return the text that `dry_run` prints and the numbers in it, with the same arguments and errors."""
     local = with_local_configs(config)
     checks = [_line(check.name, check.look(Request(local)).found) for check in CHECKS if _is_made(check, local)]
+    checks += data_lines(local)
     device = device_bytes(config.cluster)
     forecast = forecast_memory(local, device)
     sizes = None
@@ -97,6 +108,49 @@ def describe(config: RunConfig) -> Description:
 def _is_made(check: RunCheck, config: RunConfig, of_machine: bool = False) -> bool:
     """Return whether a dry run makes a check."""
     return check.of_machine == of_machine and not check.reads_data and not check.skipped(config)
+
+
+def data_lines(config: RunConfig) -> Iterator[str]:
+    """Yield the finding about the data if it has local files, or what would have to be downloaded to read it.
+
+    Args:
+        config: a configuration whose models are folders or in the hub's cache. The names of its tokenizers are changed.
+
+    Raises:
+        ConfigError, DataError: the data cannot be used.
+    """
+    entries = _data_entries(config)
+    if not any(_has_files(entry) for entry in entries):
+        return
+    generated = (*GENERATED_DATASETS, EPISODES)
+    missing = [
+        str(entry.data_path or entry.dataset_name)
+        for entry in entries
+        if not _has_files(entry) and entry.dataset_name not in generated
+    ]
+    for _, _, model in config.model_keys():
+        name = model.tokenizer.name
+        if not Path(name).is_dir() and isinstance(file := try_to_load_from_cache(name, TOKENIZER_FILE), str):
+            model.tokenizer.name = str(Path(file).parent)  # whose files are read without a request to the hub
+    missing += [model.tokenizer.name for *_, model in config.model_keys() if not Path(model.tokenizer.name).is_dir()]
+    if missing:
+        yield _line("data", f"not read, because {missing[0]} is not on this machine")
+    else:
+        yield _line("data", check_data(Request(config)).found)
+
+
+def _data_entries(config: RunConfig) -> list[DatasetConfig | EvalDataConfig]:
+    if isinstance(config, EvalMasterConfig):
+        return [config.data]
+    assert isinstance(config, RolloutMasterConfig | SupervisedMasterConfig), "a run trains or evaluates"
+    return [*config.data.train_entries, *config.data.validation_entries]
+
+
+def _has_files(entry: DatasetConfig | EvalDataConfig) -> bool:
+    """Return whether the rows of a data set are in files of this machine."""
+    if entry.data_path is not None:
+        return Path(entry.data_path).exists()
+    return entry.get("data_files") is not None or Path(str(entry.dataset_name)).is_file()
 
 
 def machine_lines(config: RunConfig) -> Iterator[str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from pydantic import BaseModel
 
+from nemo_rl.config.schema.env import calls_functions
 from nemo_rl.distributed.ray_actor_environment_registry import make_actor_runtime_env
 from nemo_rl.environments.workers.loading import ENVIRONMENTS, load_env_class, own_keys, section_of, worker_keys
 from nemo_rl.environments.workers.start import Environment, start_workers
@@ -81,13 +82,19 @@ def register_env(env_name: str, actor_class_fqn: str) -> None:
     ENV_REGISTRY[env_name] = {"actor_class_fqn": actor_class_fqn}
 
 
-def env_class_path(env_name: str) -> str:
+def env_class_path(env_name: str, section: Mapping[str, Any] | BaseModel | None = None) -> str:
     """Return the dotted path of an environment's class, which is the name itself if the name has dots.
+
+    Args:
+        env_name: A registered name, a dotted path, or any name if the section has `function`.
+        section: Its section of `env`.
 
     Raises:
         ConfigError: The name is neither registered nor dotted. The message suggests the most similar name.
     """
     known = {name: entry["actor_class_fqn"] for name, entry in ENV_REGISTRY.items()}
+    if env_name not in known and section is not None and calls_functions(env_name, section_of(section)):
+        env_name = "reward"
     return replace(ENVIRONMENTS, built_in=known).path_of(env_name)
 
 
@@ -103,7 +110,7 @@ def check_environment(
     """Check an environment and its section as far as that is possible without starting it.
 
     Args:
-        env_name: A registered name or the dotted path of a class.
+        env_name: See `env_class_path`.
         tokenizer: Tokenizer of the policy, or None in checks that read neither tokenizers nor data.
         construct: Whether to let the class check what its constructor needs; False if another Python has its packages.
         name_key: Key that has the name, for messages. If it is empty, the name is a part of `place`.
@@ -115,13 +122,8 @@ def check_environment(
     place = place or f"env.{env_name}"
     section = section_of(env_config)
     worker_keys(place.removeprefix("env."), section, DEFAULT_STEP_TIMEOUT_S)
-    if env_name not in ENV_REGISTRY and "." not in env_name and "function" in section:
-        raise ConfigError(
-            f"{place} has reward functions, which only the environment reward calls. Name the section env.reward, and "
-            "the environment of the data data.default.env_name=reward."
-        )
     try:
-        env_class, _ = load_env_class(env_class_path(env_name))
+        env_class, _ = load_env_class(env_class_path(env_name, section))
     except ConfigError as error:
         raise ConfigError(f"{name_key}={env_name!r}: {error}" if name_key else str(error)) from error
     own = own_keys(section, env_class.config_class)
@@ -144,7 +146,7 @@ def create_env(
     """Start the environment that a name stands for in its own actor, without waiting until it is ready.
 
     Args:
-        env_name: A registered name or the dotted path of a class.
+        env_name: See `env_class_path`.
         env_config: Its section of the configuration; the class is constructed with it as a dict.
         step_timeout_s: Deadline of one step if the section has none (`cluster.timeouts.environment_s`).
         max_restarts: Largest number of restarts of the actor (`cluster.max_actor_restarts`).
@@ -155,8 +157,8 @@ def create_env(
     Raises:
         ConfigError: The name is unknown, or its class cannot be imported or is not an environment.
     """
-    path = env_class_path(env_name)
     cfg = section_of(env_config)
+    path = env_class_path(env_name, cfg)
     return start_workers(
         env_name,
         path,

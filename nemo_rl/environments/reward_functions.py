@@ -4,11 +4,12 @@
     answers, rows ─► function ─► numbers       a function whose first parameter is named `answers`
 
 A function may be a coroutine function. `row` has the columns of the data set's row. Invariant: a function that raises
-or returns no number gives its samples an error that names the reward, never a reward of 0.
+or returns no finite number gives its samples an error that names the reward, never a reward of 0.
 """
 
 import asyncio
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self, override
@@ -33,7 +34,7 @@ _FORMS = (
     "A reward is a function of (answer, row) that returns a number, or of (answers, rows), two lists, that returns a "
     "list of numbers; it may leave out the second parameter"
 )
-_PLACE = "env.reward.function"
+_PLACE = "env.reward"
 
 type Outcome = tuple[float, str | None]
 """A reward and None, or a value without meaning and the reason why there is no reward."""
@@ -72,22 +73,25 @@ class NamedReward:
             Exception: a function that gets lists failed for several samples. The caller then tries each sample alone.
         """
         if self.takes_lists and len(answers) > 1:
-            return [(value, None) for value in await self._of_lists(answers, rows)]
-        found = await asyncio.gather(*map(self._one, answers, rows), return_exceptions=True)
+            numbers = map(self._number, await self._of_lists(answers, rows))
+        else:
+            numbers = map(self._one, answers, rows)
+        found = await asyncio.gather(*numbers, return_exceptions=True)
         return [(0.0, self._reason(each)) if isinstance(each, BaseException) else (each, None) for each in found]
 
     async def _one(self, answer: str, row: Mapping[str, Any]) -> float:
         if self.takes_lists:
-            return (await self._of_lists([answer], [row]))[0]
-        return self._number(await self._called(answer, row))
+            return await self._number((await self._of_lists([answer], [row]))[0])
+        return await self._number(await self._called(answer, row))
 
-    async def _of_lists(self, answers: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    async def _of_lists(self, answers: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Sequence[Any]:
         found = await self._called(list(answers), list(rows))
         if isinstance(found, str | bytes) or not hasattr(found, "__len__"):
             raise TypeError(f"the reward {self.name!r} returned {found!r:.80} for lists, not a list of numbers")
         if len(found) != len(answers):
             raise ValueError(f"the reward {self.name!r} returned {len(found)} numbers for {len(answers)} answers")
-        return [self._number(value) for value in found]
+        values: Sequence[Any] = found
+        return values
 
     async def _called(self, answer: Any, row: Any) -> Any:
         signature = self._signature()
@@ -95,12 +99,16 @@ class NamedReward:
         result = self.function(*arguments)
         return await result if inspect.isawaitable(result) else result
 
-    def _number(self, value: Any) -> float:
+    async def _number(self, value: Any) -> float:
+        """Return a value times the weight. It is a coroutine so that `gather` keeps each sample's error."""
         if value is None or isinstance(value, str | bytes) or not hasattr(value, "__float__"):
             lists = isinstance(value, list | tuple) and not self.takes_lists
             advice = ". Name its first parameter `answers` if it takes and returns lists" if lists else ""
             raise TypeError(f"the reward {self.name!r} returned {value!r:.80}, not a number{advice}")
-        return self.weight * float(value)
+        number = self.weight * float(value)
+        if not math.isfinite(number):
+            raise ValueError(f"the reward {self.name!r} returned {value!r:.80}, which is not a finite number")
+        return number
 
     def _reason(self, error: BaseException) -> str:
         return f"{describe(error)}, in the reward {self.name!r}"
@@ -124,7 +132,7 @@ class RewardEnvironment(EnvironmentInterface[dict[str, Any]]):
     """Rewards the last turn of a conversation with functions, and ends the episode.
 
     Args:
-        cfg: the section `env.reward` or its dict.
+        cfg: the section `env.<name>` or its dict.
         rewards: functions in place of those that the section names.
     """
 
@@ -142,7 +150,7 @@ class RewardEnvironment(EnvironmentInterface[dict[str, Any]]):
     @override
     @classmethod
     def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
-        named_rewards(RewardFunctionsConfig.build(**section), f"{place}.function")
+        named_rewards(RewardFunctionsConfig.build(**section), place)
 
     @classmethod
     def of_functions(cls, functions: Mapping[str, Callable[..., Any]], weights: Mapping[str, float]) -> Self:
@@ -176,12 +184,16 @@ class RewardEnvironment(EnvironmentInterface[dict[str, Any]]):
         )
 
 
-def named_rewards(section: RewardFunctionsConfig, key: str = _PLACE) -> list[NamedReward]:
+def named_rewards(section: RewardFunctionsConfig, place: str = _PLACE) -> list[NamedReward]:
     """Import the functions that a section names.
+
+    Args:
+        place: key of the section.
 
     Raises:
         ConfigError: the section names no function, or one that cannot be imported or used. The message has the key.
     """
+    key = f"{place}.function"
     if not section.function:
         raise ConfigError(
             f"{key} is missing. Give the dotted path of a function, for example my_file.my_reward, or several by name. "
@@ -191,7 +203,7 @@ def named_rewards(section: RewardFunctionsConfig, key: str = _PLACE) -> list[Nam
     functions = {}
     for name, path in paths.items():
         functions[name or path.rpartition(".")[2]] = imported(path, f"{key}.{name}" if name else key)
-    return _weighted(functions, section.weights)
+    return _weighted(functions, section.weights, place)
 
 
 def imported(path: str, key: str) -> Callable[..., Any]:
@@ -205,11 +217,13 @@ def imported(path: str, key: str) -> Callable[..., Any]:
     return function
 
 
-def _weighted(functions: Mapping[str, Callable[..., Any]], weights: Mapping[str, float]) -> list[NamedReward]:
+def _weighted(
+    functions: Mapping[str, Callable[..., Any]], weights: Mapping[str, float], place: str = _PLACE
+) -> list[NamedReward]:
     unknown = sorted(weights.keys() - functions.keys())
     if unknown:
         raise ConfigError(
-            f"env.reward.weights has {', '.join(unknown)}, which is no reward. Rewards: {', '.join(functions)}."
+            f"{place}.weights has {', '.join(unknown)}, which is no reward. Rewards: {', '.join(functions)}."
         )
     return [NamedReward(name, function, weights.get(name, 1.0)) for name, function in functions.items()]
 

@@ -95,7 +95,7 @@ class TruthGrader:
 
 def truth_grader(env_name: str, section: Mapping[str, Any] | BaseModel) -> TruthGrader | None:
     """Return the grader of an environment, or None if it is no math environment of this library."""
-    env_class, _ = load_env_class(env_class_path(env_name))
+    env_class, _ = load_env_class(env_class_path(env_name, section))
     if env_class not in (MathEnvironment, MathMultiRewardEnvironment):
         return None
     cfg = MathEnvironmentConfig.build(**own_keys(section_of(section), MathEnvironmentConfig))

@@ -50,6 +50,7 @@ from nemo_rl.models.generation.interfaces import SamplingParams
 from nemo_rl.models.generation.remote.model import ChatModel
 from nemo_rl.models.huggingface.tensor_files import download_models
 from nemo_rl.utils.errors import ConfigError, RunInterruptedError
+from nemo_rl.utils.logging_setup import show_messages
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +104,7 @@ def setup(
     Raises:
         ConfigError, DataError: the configuration or the data cannot be used.
     """
+    show_messages()
     if isinstance(master_config, EvalMasterConfig):
         config = master_config
         fill_dependent_keys(config)
@@ -164,7 +166,7 @@ def run_env_eval(
         RunInterruptedError: a signal ended the evaluation after a batch was written.
     """
     config, prompts = master_config or vllm_generation.config, dataloader
-    environment = environment_of(config.data.env_name, env or env_class_path(config.data.env_name))
+    environment = environment_of(config.data.env_name, env or _class_path(config))
     if env is None:
         check_known_answers(config, prompts)
     store = RecordStore(config, len(prompts))
@@ -267,6 +269,10 @@ def _record(trajectory: Trajectory, start: int, batch: BatchedDataDict[Any], top
     )
 
 
+def _class_path(config: EvalMasterConfig) -> str:
+    return env_class_path(config.data.env_name, config.env.get(config.data.env_name))
+
+
 def _check_environment(config: EvalMasterConfig) -> None:
     """Check that `cons@k` has an environment that returns the extracted answer.
 
@@ -274,7 +280,7 @@ def _check_environment(config: EvalMasterConfig) -> None:
     """
     if config.data.env_name in config.cluster.venvs:
         return
-    env_class, _ = load_env_class(env_class_path(config.data.env_name))
+    env_class, _ = load_env_class(_class_path(config))
     if config.eval.metric == "cons@k" and not env_class.gives_answers:
         raise ConfigError(
             f"eval.metric=cons@k compares extracted answers, but the environment {config.data.env_name!r} "

@@ -2,8 +2,8 @@
 
     a run       makes those of the moments FIRST and LIBRARIES (`make_checks`); `setup` of its algorithm makes the
                 others, by the same functions, with the tokenizer, the data and the folders that it opens
-    --dry-run   makes all that read neither tokenizers nor data; what checks `of_machine` find is shown and does not
-                count, because the run may be for other machines
+    --dry-run   makes all that read neither tokenizers nor data, and that of the data if it is in local files; what
+                checks `of_machine` find is shown and does not count, because the run may be for other machines
     doctor      makes all, each with a deadline; a failed check skips those that need it
 
 Invariant: a check starts nothing and writes nothing, and it raises what the run would raise.
@@ -12,6 +12,7 @@ Invariant: a check starts nothing and writes nothing, and it raises what the run
 import importlib
 import logging
 import tempfile
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +27,15 @@ from nemo_rl.algorithms.setup.preflight import (
     check_environments,
     check_reachable_models,
 )
-from nemo_rl.config import EvalMasterConfig, MasterConfig, RunConfig, check_device, count_gpus
+from nemo_rl.config import (
+    EvalMasterConfig,
+    MasterConfig,
+    RolloutMasterConfig,
+    RunConfig,
+    SupervisedMasterConfig,
+    check_device,
+    count_gpus,
+)
 from nemo_rl.config.base.names import is_own_class
 from nemo_rl.config.loading.algorithms import ALGORITHMS
 from nemo_rl.config.rules.trackers import check_trackers
@@ -63,6 +72,11 @@ class _Collector(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Store one record."""
         self._records.append(record)
+
+
+def hide_warnings() -> None:
+    """Hide torchdata's warning about a deprecated function that it calls itself, which users cannot change."""
+    warnings.filterwarnings("ignore", message=".*set_vital.*")
 
 
 def recipe_of(config: MasterConfig, *, with_data: bool = True) -> "Recipe":
@@ -285,8 +299,13 @@ def check_checkpoints(request: Request) -> Passed:
 def check_data(request: Request) -> Passed:
     """Load tokenizer and data as the run does, render the first rows, and grade the known answers as if sampled."""
     config = request.config
-    if isinstance(config, MasterConfig):
-        data = recipe_of(config).data
+    if isinstance(config, RolloutMasterConfig | SupervisedMasterConfig):
+        from nemo_rl.algorithms.start import open_rows
+
+        hide_warnings()
+        recipe = recipe_of(config)
+        data = recipe.data
+        open_rows(config, recipe)  # refuses fewer rows than a step needs
         return Passed(f"{len(data.train)} rows to train, {len(data.validation or ())} to validate")
     from nemo_rl.evals.evaluator import check_known_answers, setup
 

@@ -11,7 +11,6 @@ import logging
 import os
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
@@ -22,7 +21,7 @@ import nemo_rl
 from nemo_rl.config import RunConfig, load_config
 from nemo_rl.environments.user_errors import report
 from nemo_rl.host.stop_signals import in_notebook, leave_at_once
-from nemo_rl.launch.checks import Moment, make_checks
+from nemo_rl.launch.checks import Moment, hide_warnings, make_checks
 from nemo_rl.optimizations.fork_server import start_fork_server
 from nemo_rl.optimizations.switch import is_on
 from nemo_rl.utils.errors import ConfigError, NemoRLError
@@ -83,10 +82,9 @@ def prepare(config: RunConfig, without: Collection[str] = ()) -> None:
         config: a checked configuration.
         without: see `make_checks`.
     """
-    # torchdata calls the deprecated function when a loader is imported; users cannot change that.
-    warnings.filterwarnings("ignore", message=".*set_vital.*")
+    hide_warnings()
     make_checks(config, Moment.FIRST)
-    logger.info("Loading the libraries, the data and the model %s.", config.policy.model_name)
+    logger.info("Loading the libraries and the data; the model is %s.", config.policy.model_name)
     is_program = threading.current_thread() is threading.main_thread() and not in_notebook()
     if is_program and not config.cluster.uses_gpu and is_on("fork_server", config.cluster.optimizations):
         start_fork_server(partial(_engine_libraries, config))

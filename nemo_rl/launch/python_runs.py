@@ -74,11 +74,10 @@ def grpo(
     Raises:
         ConfigError, DataError: an argument, a key or a row cannot be used; raised before anything starts.
     """
-    has_validation = validation is not None
     with _new_run("grpo", folder) as place:
         rewards = GivenRewards(reward)
         data = {**_data(rows, validation, place, "prompt"), "default": {"env_name": rewards.environment}}
-        own = _training_keys("grpo", model, place, steps, has_validation) | {"data": data, "env": rewards.section}
+        own = _training_keys("grpo", model, place, steps, data) | {"env": rewards.section}
         return _trained("grpo", place, own, keys, rewards)
 
 
@@ -106,8 +105,7 @@ def sft(
         ConfigError, DataError: see `grpo`.
     """
     with _new_run("sft", folder) as place:
-        own = _training_keys("sft", model, place, steps, validation is not None)
-        own["data"] = _data(rows, validation, place, "chat")
+        own = _training_keys("sft", model, place, steps, _data(rows, validation, place, "chat"))
         return _trained("sft", place, own, keys)
 
 
@@ -134,8 +132,7 @@ def dpo(
         ConfigError, DataError: see `grpo`.
     """
     with _new_run("dpo", folder) as place:
-        own = _training_keys("dpo", model, place, steps, validation is not None)
-        own["data"] = _data(rows, validation, place, "pair")
+        own = _training_keys("dpo", model, place, steps, _data(rows, validation, place, "pair"))
         return _trained("dpo", place, own, keys)
 
 
@@ -244,9 +241,10 @@ def _data(rows: Any, validation: Any, place: _Place, form: str) -> dict[str, Any
 
 
 def _training_keys(
-    name: str, model: str | Path, place: _Place, steps: int | None, has_validation: bool
+    name: str, model: str | Path, place: _Place, steps: int | None, data: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the keys that the arguments of a training function stand for."""
+    """Return the keys that the arguments of a training function stand for, with the section `data`."""
+    has_validation = data["validation"] is not None
     algorithm: dict[str, Any] = {"val_at_end": has_validation}
     if steps is not None:
         algorithm |= {"max_num_steps": steps, "max_num_epochs": _MANY_EPOCHS}
@@ -254,6 +252,7 @@ def _training_keys(
         algorithm |= {"val_period": 0, "val_at_start": False}
     return {
         name: algorithm,
+        "data": data,
         "policy": {"model_name": str(model)},
         "checkpointing": {"checkpoint_dir": str(place.folder / "checkpoints")},
         "logger": {"log_dir": str(place.folder / "logs")},

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.fast
 OPTIONAL = ("sandbox", "kits", "agents", "commands")
 """Packages above the core."""
 
-LINES = {"core": 88_200, "all": 111_600}
+LINES = {"core": 88_220, "all": 111_750}
 FILES = {"core": 507, "all": 660}
 FOLDERS = 86
 SHORT_FILES = 47

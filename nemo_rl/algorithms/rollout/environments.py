@@ -45,8 +45,8 @@ def check_environments(
                 f"in as environments={{{task!r}: ...}}, or write a section env.{task}."
             )
     for name in {*tasks, *user_parts}:
-        environment_of(name, _given(name, user_parts))
         section = section_of(sections[name])
+        environment_of(name, _given(name, user_parts, section))
         worker_keys(name, section, cluster.timeouts.environment_s)
         if name not in user_parts:
             check_environment(name, section, construct=name not in cluster.venvs)
@@ -89,7 +89,9 @@ def start_environments(
         resources: Ends the environments that are started here. Environments that ran before continue after the run.
     """
     return {
-        name: start_environment(environment_of(name, _given(name, user_parts)), sections[name], cluster, resources)
+        name: start_environment(
+            environment_of(name, _given(name, user_parts, sections[name])), sections[name], cluster, resources
+        )
         for name in dict.fromkeys([*tasks, *user_parts])
     }
 
@@ -124,8 +126,8 @@ _MISTAKES = ("AttributeError", "ImportError", "KeyError", "ModuleNotFoundError",
 """Names at the beginning of an error's text that show a mistake in the code, whatever the answer is."""
 
 
-def _given(name: str, user_parts: Mapping[str, Any]) -> Any:
-    return user_parts[name] if name in user_parts else env_class_path(name)
+def _given(name: str, user_parts: Mapping[str, Any], section: Any) -> Any:
+    return user_parts[name] if name in user_parts else env_class_path(name, section)
 
 
 def make_runner(
@@ -160,7 +162,9 @@ def make_runner(
     settings = RunnerSettings(
         engines=engines.workers.workers,
         workers_per_engine=engine_settings(config.policy, cluster, algorithm.seed, load_weights=False).num_workers,
-        environments={name: (env_class_path(name), config.env[name].model_dump()) for name in environments},
+        environments={
+            name: (env_class_path(name, config.env[name]), section_of(config.env[name])) for name in environments
+        },
         cluster=cluster,
         tokenizer=tokenizer,
         limits=limits,

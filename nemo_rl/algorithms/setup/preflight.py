@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from nemo_rl.config import (
     ClusterConfig,
@@ -66,8 +67,8 @@ def check_environments(config: RunConfig) -> None:
     """
     from nemo_rl.environments.registry import check_environment
 
+    sections = _environment_sections(config)
     for name in sorted({str(name) for _, name in config.env_entries()}):
-        sections = config.env if isinstance(config, RolloutMasterConfig | EvalMasterConfig) else {}
         check_environment(name, sections.get(name) or {}, construct=name not in config.cluster.venvs)
 
 
@@ -84,9 +85,14 @@ def check_agent_endpoint(config: RunConfig) -> str:
     from nemo_rl.environments.workers.loading import load_env_class
     from nemo_rl.utils.addresses import listener_of
 
-    names = {str(name) for _, name in config.env_entries()}
+    sections = _environment_sections(config)
+    paths = {env_class_path(str(name), sections.get(str(name))) for _, name in config.env_entries()}
     endpoint = config.cluster.agent_endpoint
-    if config.cluster.rollout_runners or not any(load_env_class(env_class_path(name))[0].runs_agents for name in names):
+    if config.cluster.rollout_runners or not any(load_env_class(path)[0].runs_agents for path in paths):
         return "no program calls an endpoint on this machine"
     listener_of("cluster.agent_endpoint", endpoint.host, endpoint.port).close()
     return f"{endpoint.host} can be listened on"
+
+
+def _environment_sections(config: RunConfig) -> Mapping[str, Any]:
+    return config.env if isinstance(config, RolloutMasterConfig | EvalMasterConfig) else {}

@@ -24,6 +24,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.user_errors import USER_MISTAKES, describe, user_lines
 from nemo_rl.losses.loss_function import LOSSES
 from nemo_rl.utils.errors import ConfigError, did_you_mean
+from nemo_rl.utils.logging_setup import show_messages
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class UserParts:
     def checked[Config: MasterConfig](
         self, given: Config | Mapping[str, Any] | DictConfig, schema: type[Config]
     ) -> Config:
-        """Return the checked configuration of the run.
+        """Return the checked configuration of the run, whose start shows its messages from now on.
 
         Args:
             given: an object of `schema`, or the content of a configuration file as a dict or OmegaConf config.
@@ -59,6 +60,7 @@ class UserParts:
         Raises:
             ConfigError: a key, a value or a combination is wrong, or `given` belongs to another algorithm.
         """
+        show_messages()
         if isinstance(given, Mapping | DictConfig):
             given = config_of(given, schema, check=False)
         if not isinstance(given, schema):

@@ -237,7 +237,7 @@ def _graded(work: Mapping[str, Sequence[Work]], config: RolloutMasterConfig) -> 
         loop = EventLoopThread()
         resources.callback(loop.close)
         for name, samples in work.items():
-            started = environment_of(name, env_class_path(name))
+            started = environment_of(name, env_class_path(name, config.env[name]))
             environment = start_environment(started, config.env[name], cluster, resources)
             limit_s = cluster.timeouts.rollout_s
             graded += loop.run(replay_all(samples, name, environment), limit_s, f"The rewards of {name!r}")

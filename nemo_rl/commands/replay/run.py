@@ -48,17 +48,20 @@ _CAUSE = "The data, the prompt file, the chat template, the tokenizer or the pro
 _NAME = "prompts in the data"
 
 
-def compare_prompts(trajectories: Sequence[Trajectory], data: RunData) -> tuple[Compared, list[str]]:
+def compare_prompts(
+    trajectories: Sequence[Trajectory], data: RunData, environments: Mapping[str, Any]
+) -> tuple[Compared, list[str]]:
     """Compare the tokens of each prompt with its row, and return the comparison and the parts that it leaves out.
 
     Args:
         trajectories: the recorded rollouts.
         data: the training data, as the configuration describes it now.
+        environments: the section `env`.
     """
     found, compared, opened = [], 0, set()
     firsts = {trajectory.group_index: trajectory for trajectory in reversed(trajectories)}
     for group, trajectory in sorted(firsts.items()):
-        if _writes_prompts(trajectory.task_name):
+        if _writes_prompts(trajectory.task_name, environments.get(trajectory.task_name)):
             opened.add(trajectory.task_name)
             continue
         compared += 1
@@ -74,11 +77,11 @@ def compare_prompts(trajectories: Sequence[Trajectory], data: RunData) -> tuple[
     return Compared(_NAME, compared, differences=found, cause=_CAUSE), notes
 
 
-def _writes_prompts(task_name: str) -> bool:
+def _writes_prompts(task_name: str, section: Any) -> bool:
     """Return whether an environment may write or change the prompt, so that it cannot be compared with the data."""
     try:
         environment: type[EnvironmentInterface[Any]] = import_dotted(
-            env_class_path(task_name), ConfigError, task_name, ""
+            env_class_path(task_name, section), ConfigError, task_name, ""
         )
     except ConfigError:
         return True
@@ -265,7 +268,7 @@ def _repeated(
     changed = changed_keys(config, recorded.summary["config"])
     parts = recipe(config)
     _check_loss(recorded, parts.loss_fn, [key.key for key in changed])
-    data, notes_of_data = compare_prompts(recorded.trajectories, parts.data)
+    data, notes_of_data = compare_prompts(recorded.trajectories, parts.data, config.env)
     of_modules = arguments.add_modules or any(any(update.modules) for update in recorded.updates)
     repeated = repeat(config, parts, recorded, checkpoint, of_modules)
     limits, notes = chosen(factor, recorded, repeated, changed)

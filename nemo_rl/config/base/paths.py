@@ -6,6 +6,8 @@ root, or the package in a wheel). A bare name, such as `tiny-chat`, may also nam
 
 from pathlib import Path
 
+from nemo_rl.utils.errors import did_you_mean
+
 REPOSITORY_ROOT = Path(__file__).resolve().parents[3]
 
 _PACKAGE = Path(__file__).resolve().parents[2]
@@ -38,6 +40,22 @@ def library_file(name: str) -> Path | None:
         return None
     places = [FILES_ROOT / folder / name for folder in _LIBRARY_FOLDERS]
     return next((place.resolve() for place in places if place.exists()), None)
+
+
+def library_models() -> list[str]:
+    """Return the names of the tiny models of the library."""
+    return sorted(file.parent.name for file in (FILES_ROOT / _LIBRARY_FOLDERS[-1]).glob("*/config.json"))
+
+
+def library_model_hint(name: str) -> str:
+    """Return a sentence with the models of the library for the error about a name that is no model, or "".
+
+    Only a name without a slash can mean one of them.
+    """
+    known = library_models()
+    if "/" in name or not known:
+        return ""
+    return f"{did_you_mean(name, known)} Models of the library: {', '.join(known)}."
 
 
 def looks_local(name: str) -> bool:

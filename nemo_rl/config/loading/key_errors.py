@@ -61,6 +61,8 @@ def _sentence(slot: Slot, key: str, parent: Sequence[str | int], value: Any, sch
     assert section is not None
     full = dotted_path([*parent, key])
     siblings = list(section.model_fields)
+    if key in _ENTRIES and "problem_key" in siblings:
+        return f"unknown key {full!r}. An evaluation has one data set, whose keys are in {dotted_path(parent)} itself."
     near = _nearest(key, parent, siblings, schema)
     if near:
         return f"unknown key {full!r}. Did you mean {near!r}?"
@@ -68,11 +70,22 @@ def _sentence(slot: Slot, key: str, parent: Sequence[str | int], value: Any, sch
     return f"unknown key {full!r}. Keys of {where}: {', '.join(sorted(siblings))}."
 
 
+_ENTRIES = ("train", "validation", "default")
+"""Keys of `data` that only training has."""
+_COLUMN_KEYS = (
+    ("input_key", "problem_key", "question_key", "prompt_key"),
+    ("output_key", "solution_key", "answer_key"),
+)
+"""Keys for the same column in training, in evaluation and in other programs."""
 _OPTIMIZER_ARGUMENTS = {"lr": "lr", "learning_rate": "lr", "weight_decay": "weight_decay"}
 """Arguments of the optimizer's class, by the names under which users write them. No section declares them."""
 
 
 def _nearest(key: str, parent: Sequence[str | int], siblings: list[str], schema: type[BaseModel]) -> str | None:
+    same = next((names for names in _COLUMN_KEYS if key in names), ())
+    column = next((name for name in same if name in siblings), None)
+    if column is not None:
+        return dotted_path([*parent, column])
     close = difflib.get_close_matches(key, siblings, n=1, cutoff=0.75)
     if close:
         return dotted_path([*parent, close[0]])

@@ -23,6 +23,7 @@ from nemo_rl.config.base.names import OVERRIDE_MARKER
 from nemo_rl.config.base.structure import Slot, find_slot, known_keys, value_at
 from nemo_rl.config.loading.key_errors import explain_unknown
 from nemo_rl.config.loading.sources import Sources
+from nemo_rl.config.schema.env import RewardFunctionsConfig, calls_functions
 from nemo_rl.utils.errors import ConfigError, did_you_mean
 
 DOT = "\x1f"
@@ -173,6 +174,7 @@ def apply_to_schema(schema: type[BaseModel], cfg: DictConfig, override: Override
         )
     _refuse_null_section(slot, override)
     _refuse_unknown_environment(path, tree, override)
+    typed = typed or _is_of_reward_functions(path, tree)
     if override.type == OverrideType.CHANGE and absent and typed:
         override.type = OverrideType.FORCE_ADD
     if override.type == OverrideType.ADD and typed and not absent and not sources.has(path):
@@ -211,12 +213,21 @@ def _refuse_unknown_environment(path: Sequence[str], tree: Any, override: Overri
     environments = tree.get("env") or {}
     if path[0] != "env" or len(path) < 3 or override.type != OverrideType.CHANGE or path[1] in environments:
         return
+    if _is_of_reward_functions(path, tree):
+        return
     known = ", ".join(shown(name) for name in environments) or "none"
     raise OverridesError(
         f"cannot apply the override {override.input_line!r}: there is no environment {shown(path[1])!r}. "
         f"Environments in env: {known}. A dotted name is found if it is in env or the env_name of a data entry; write "
         f"env_name before its keys, and for a key that is not there yet +{override.input_line}."
     )
+
+
+def _is_of_reward_functions(path: Sequence[str], tree: Any) -> bool:
+    """Return whether a path is a key of an environment of reward functions, which `function` makes of any name."""
+    if path[0] != "env" or len(path) < 3 or path[2] not in RewardFunctionsConfig.model_fields:
+        return False
+    return path[2] == "function" or calls_functions(shown(path[1]), value_at(tree, path[:2]))
 
 
 def _suggest_near_argument(path: Sequence[str], tree: Any, override: Override) -> None:

@@ -29,7 +29,7 @@ from nemo_rl.config.schema.algorithms.supervised import (
     SupervisedDataConfig,
     SupervisedPolicyConfig,
 )
-from nemo_rl.config.schema.checkpointing import CheckpointingConfig, MetricName
+from nemo_rl.config.schema.checkpointing import CheckpointingConfig
 from nemo_rl.config.schema.named_part import DPOLossConfig, NamedPartConfig, RMLossConfig, SFTLossConfig
 
 
@@ -38,7 +38,7 @@ class SFTCheckpointingConfig(CheckpointingConfig):
 
     checkpoint_dir: str = "results/sft"
     """Folder of the checkpoints, each in a folder step_<N>."""
-    metric_name: MetricName | None = "val:val_loss"
+    metric_name: str | None = "val:val_loss"
     """Metric that ranks checkpoints, as val:<name> or train:<name>."""
     higher_is_better: bool = False
     """Whether a larger metric is better."""
@@ -49,7 +49,7 @@ class DPOCheckpointingConfig(SFTCheckpointingConfig):
 
     checkpoint_dir: str = "results/dpo"
     """Folder of the checkpoints, each in a folder step_<N>."""
-    metric_name: MetricName | None = "val:loss"
+    metric_name: str | None = "val:loss"
     """Metric that ranks checkpoints, as val:<name> or train:<name>."""
 
 

@@ -5,27 +5,13 @@ Invariant: a metric name always begins with `val:` or `train:`.
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from nemo_rl.config.base.availability import Only
+from nemo_rl.config.base.names import VALIDATION_METRICS
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.base.value_types import Amount, Count, Seconds
-
-
-def _has_side(metric: str) -> str:
-    side, _, name = metric.partition(":")
-    if side not in ("val", "train") or not name:
-        bare = (metric.rpartition(":")[2] or "accuracy").removeprefix("val_")
-        raise PydanticCustomError(
-            "metric_name",
-            "a metric is written val:<name> or train:<name>, for example val:{bare}",
-            {"bare": bare},
-        )
-    return metric
-
-
-MetricName = Annotated[str, AfterValidator(_has_side)]
 
 
 class CheckpointingConfig(Section):
@@ -47,7 +33,7 @@ class CheckpointingConfig(Section):
     """Save checkpoints."""
     checkpoint_dir: str = "results/grpo"
     """Folder of the checkpoints, each in a folder step_<N>."""
-    metric_name: MetricName | None = "val:accuracy"
+    metric_name: str | None = "val:accuracy"
     """Metric that ranks checkpoints, as val:<name> or train:<name>; null: newer ones rank higher."""
     higher_is_better: bool = True
     """Whether a larger metric is better."""
@@ -75,6 +61,20 @@ class CheckpointingConfig(Section):
         "safetensors"
     )
     """File format of the weights; null means safetensors."""
+
+    @field_validator("metric_name")
+    @classmethod
+    def _has_side(cls, metric: str | None) -> str | None:
+        side, _, name = (metric or "val:accuracy").partition(":")
+        if side in ("val", "train") and name:
+            return metric
+        bare, usual = str(metric).rpartition(":")[2].removeprefix("val_"), str(cls.model_fields["metric_name"].default)
+        sampled = usual.removeprefix("val:") in VALIDATION_METRICS
+        raise PydanticCustomError(
+            "metric_name",
+            "a metric is written val:<name> or train:<name>, for example {example}",
+            {"example": f"val:{bare}" if sampled and bare in VALIDATION_METRICS else usual},
+        )
 
     def allows(self, key: str) -> bool:
         """Return whether `allow_changed` names a key or a section it is in."""

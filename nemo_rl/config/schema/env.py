@@ -1,7 +1,7 @@
 """Keys of `env`: one entry for each environment of a run, by name.
 
 Invariant: built-in environments have a schema; any other name belongs to a user's environment, which gets its mapping
-unchanged.
+unchanged. If that mapping has `function`, the environment is one of reward functions, unless the name is registered.
 """
 
 from collections.abc import Mapping
@@ -102,12 +102,20 @@ def stop_strings_of(environments: Mapping[str, Any], name: str | None) -> list[s
     section = environments.get(name or "")
     graded = MathEnvironmentConfig | RewardFunctionsConfig | CodeEnvironmentConfig | CodeJaccardEnvironmentConfig
     with_turns = ToolEnvironmentConfig | RAGEnvironmentConfig | GameSection | VerifiersConfig
-    return section.stop_strings if isinstance(section, graded | with_turns) else None
+    if isinstance(section, graded | with_turns):
+        return section.stop_strings
+    return section.get("stop_strings") if section and calls_functions(name or "", section) else None
+
+
+def calls_functions(name: str, section: Any) -> bool:
+    """Return whether a section names reward functions: `reward`, or one of any name that is no path of a class."""
+    own = isinstance(section, Mapping) and "function" in section and "." not in name
+    return own or isinstance(section, RewardFunctionsConfig)
 
 
 def keeps_rows(environments: Mapping[str, Any], name: str | None) -> bool:
     """Return whether an environment gets the whole row of the data set with each sample."""
-    return isinstance(environments.get(name or ""), RewardFunctionsConfig)
+    return calls_functions(name or "", environments.get(name or ""))
 
 
 def output_bytes_of(environments: Mapping[str, Any], name: str | None) -> int | None:

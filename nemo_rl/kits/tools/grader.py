@@ -26,7 +26,7 @@ class Grader:
     """
 
     def __init__(self, config: GraderConfig) -> None:
-        env_class, _ = load_env_class(env_class_path(config.name))
+        env_class, _ = load_env_class(env_class_path(config.name, config.kwargs))
         self._environment: EnvironmentInterface[Any] = env_class(dict(config.kwargs))  # type: ignore[call-arg]
         self._hooks = own_hooks(env_class)
         self.concurrency = step_concurrency(env_class)

@@ -12,6 +12,7 @@ from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_
 from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
+from nemo_rl.config.base.paths import library_model_hint
 from nemo_rl.utils.errors import ConfigError
 
 TIMEOUT_VARIABLE = "NRL_HUB_PROBE_S"
@@ -47,7 +48,9 @@ def check_reachable(key: str, name: str, file: str = MODEL_FILE) -> None:
         return
     trouble = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _ask_hub(name, file)
     if trouble is not None:
-        raise ConfigError(f"{given} is not a folder and not in the cache of the hub, and {trouble}.")
+        raise ConfigError(
+            f"{given} is not a folder and not in the cache of the hub, and {trouble}.{library_model_hint(name)}"
+        )
 
 
 def _ask_hub(name: str, file: str) -> str | None:

@@ -22,6 +22,7 @@ from nemo_rl.config import (
     SchedulerConfig,
     SchedulerMilestones,
     Section,
+    SFTMasterConfig,
     find_path,
     load_config,
     save_resolved,
@@ -162,10 +163,24 @@ def test_missing_and_unresolvable_values_are_refused(write_yaml, minimal: Path) 
         load_config(minimal, ["grpo.seed=${policy.nope}"])
 
 
-@pytest.mark.parametrize("name", ["val_reward", "accuracy", "val:", "validation:accuracy"])
-def test_a_metric_name_needs_the_prefix_train_or_val(minimal: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match="val:<name> or train:<name>"):
+@pytest.mark.parametrize(
+    ("name", "example"),
+    [
+        ("val_reward", "val:accuracy"),
+        ("accuracy", "val:accuracy"),
+        ("val:", "val:accuracy"),
+        ("validation:accuracy", "val:accuracy"),
+        ("val_truncation_rate", "val:truncation_rate"),
+    ],
+)
+def test_a_metric_name_needs_the_prefix_train_or_val(minimal: Path, name: str, example: str) -> None:
+    with pytest.raises(ConfigError, match=rf"val:<name> or train:<name>, for example {example}\.$"):
         load_config(minimal, [f"checkpointing.metric_name={name}"])
+
+
+def test_the_example_of_a_metric_is_one_of_the_algorithm() -> None:
+    with pytest.raises(ConfigError, match=r"for example val:val_loss\.$"):
+        load_config("sft_cpu.yaml", ["checkpointing.metric_name=loss"], schema=SFTMasterConfig)
 
 
 @pytest.mark.parametrize("name", ["null", "val:accuracy", "train:loss"])

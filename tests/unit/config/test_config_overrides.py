@@ -177,6 +177,16 @@ def test_an_environment_may_be_named_by_its_path(minimal: Path, overrides: list[
     assert load_config(minimal, overrides).env[OWN] == {"target": 20}
 
 
+def test_environments_of_reward_functions_may_have_any_names(minimal: Path) -> None:
+    entries = "data.train=[{dataset_name: arithmetic, env_name: first}, {dataset_name: arithmetic, env_name: second}]"
+    keys = ["env.first.function=a.f", "env.first.num_workers=2", "env.second.function.x=b.f", "env.second.weights.x=2"]
+    sections = load_config(minimal, [entries, *keys]).env
+    assert sections["first"] == {"function": "a.f", "num_workers": 2}
+    assert sections["second"] == {"function": {"x": "b.f"}, "weights": {"x": 2}}
+    with pytest.raises(ConfigError, match=r"there is no environment 'first'"):
+        load_config(minimal, ["env.first.num_workers=2"])
+
+
 def test_an_environment_keeps_its_own_keys_and_python_environment(write_yaml) -> None:
     own = {"env_name": OWN}
     content = with_values(data={"default": own}, env={OWN: {"target": 3, "deep": {"a.b": 1}}})

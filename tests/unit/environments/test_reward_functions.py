@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from nemo_rl.config.schema.env import calls_functions, keeps_rows, stop_strings_of
 from nemo_rl.environments.interfaces import EnvironmentReturn
-from nemo_rl.environments.registry import check_environment
+from nemo_rl.environments.registry import ENV_REGISTRY, check_environment, env_class_path
 from nemo_rl.environments.reward_functions import NamedReward, RewardEnvironment
 from nemo_rl.utils.errors import ConfigError
 
@@ -86,6 +87,9 @@ def test_several_rewards_are_components_times_their_weights() -> None:
         (lambda answer, row: 1 / 0, "ZeroDivisionError"),
         (lambda answers: [1, 2], "ValueError: the reward 'r' returned 2 numbers for 1 answers"),
         (lambda answers: 1.0, "TypeError: the reward 'r' returned 1.0 for lists, not a list of numbers"),
+        (lambda answer, row: math.nan, "ValueError: the reward 'r' returned nan, which is not a finite number"),
+        (lambda answer: torch.tensor(-math.inf), "ValueError: the reward 'r' returned tensor(-inf), which is not"),
+        (lambda answers: [math.inf], "ValueError: the reward 'r' returned inf, which is not a finite number"),
     ],
 )
 def test_an_error_names_the_reward_and_is_no_zero(function: Any, reason: str) -> None:
@@ -101,6 +105,19 @@ def test_one_failing_sample_leaves_the_others_their_reward() -> None:
     assert found.errors is not None
     assert found.errors[0] is None
     assert "ZeroDivisionError" in str(found.errors[1])
+
+
+def test_a_number_that_is_not_finite_fails_only_its_sample_of_a_list() -> None:
+    calls: list[int] = []
+
+    def of_all(answers: Sequence[str]) -> list[float]:
+        calls.append(len(answers))
+        return [math.nan if answer == "" else 1.0 for answer in answers]
+
+    found = graded(RewardEnvironment.of_functions({"r": of_all, "size": only_answer}, {}), ["4", ""])
+    assert calls == [2]
+    assert found.errors is not None and found.errors[0] is None
+    assert "the reward 'r' returned nan, which is not a finite number" in str(found.errors[1])
 
 
 def test_a_function_of_lists_that_fails_is_tried_for_each_sample_alone() -> None:
@@ -148,6 +165,36 @@ def test_what_is_no_reward_is_refused(function: Any, message: str) -> None:
 def test_a_wrong_section_is_refused_before_anything_starts(section: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_environment("reward", section)
+
+
+def test_a_section_with_functions_may_have_any_name() -> None:
+    section = {"function": {"size": "builtins.len"}, "weights": {"size": 2.0}, "num_workers": 2, "stop_strings": ["."]}
+    check_environment("my_rewards", section)
+    assert env_class_path("my_rewards", section) == env_class_path("reward")
+    assert calls_functions("my_rewards", section) and keeps_rows({"my_rewards": section}, "my_rewards")
+    assert stop_strings_of({"my_rewards": section}, "my_rewards") == ["."]
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"function": "nosuch.f"}, r"env.my_rewards.function='nosuch.f' cannot be imported"),
+        (
+            {"function": "builtins.len", "weights": {"size": 1.0}},
+            r"env.my_rewards.weights has size, which is no reward",
+        ),
+        ({"function": "builtins.len", "weightz": {}}, r"env.my_rewards.weightz is no argument .* 'weights'"),
+    ],
+)
+def test_errors_of_another_name_name_their_place(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_environment("my_rewards", section)
+
+
+def test_a_registered_or_dotted_name_is_its_own_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENV_REGISTRY, "mine", {"actor_class_fqn": "my_file.Mine"})
+    assert env_class_path("mine", {"function": "builtins.len"}) == "my_file.Mine"
+    assert env_class_path("my_file.Mine", {"function": "builtins.len"}) == "my_file.Mine"
 
 
 def test_a_section_names_functions() -> None:

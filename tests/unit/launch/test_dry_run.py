@@ -10,7 +10,7 @@ import ray
 from nemo_rl.algorithms.credit.advantages import make_advantage_estimator
 from nemo_rl.algorithms.setup import memory_forecast
 from nemo_rl.algorithms.setup.memory_forecast import DEFAULT_GPU_GB, device_bytes
-from nemo_rl.commands.dry_run import describe
+from nemo_rl.commands.dry_run import data_lines, describe
 from nemo_rl.config import (
     REPOSITORY_ROOT,
     ClusterConfig,
@@ -27,7 +27,7 @@ from nemo_rl.losses.preference import VARIANTS, make_variant
 from nemo_rl.models.capacity.hub_configs import FOLDER, known_models, with_local_configs
 from nemo_rl.models.dtensor.training_backend import DTensorTraining
 from nemo_rl.models.huggingface.sizes import count_parameters
-from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.errors import ConfigError, DataError
 from tools import generate_recipe_table as tool
 
 RECIPES = REPOSITORY_ROOT / "examples/configs/recipes/llm"
@@ -118,6 +118,28 @@ def test_a_wrong_configuration_is_refused_as_in_a_run(capsys: pytest.CaptureFixt
     assert (
         launch("", file, GRPOMasterConfig, run_not, ["--dry-run", "policy.dtensor_cfg.pipeline_parallel_size=8"]) == 0
     )
+
+
+def test_rows_of_local_files_are_refused_as_in_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, file = tmp_path / "rows.jsonl", CONFIGS / "grpo_math_cpu.yaml"
+    keys = ["data.train.dataset_name=PromptDataset", f"data.train.data_path={rows}"]
+
+    def found(row: str, count: int = 8, *more: str) -> str:
+        rows.write_text(f"{row}\n" * count)
+        return "".join(data_lines(load_config(file, [*keys, *more])))
+
+    good = '{"prompt": "2+2=", "answer": "4"}'
+    assert found(good) == "  data          8 rows to train, 128 to validate"
+    assert found(good, 8, "data.validation.dataset_name=gsm8k").endswith("because gsm8k is not on this machine")
+    assert "".join(data_lines(load_config(file))) == ""
+    with pytest.raises(DataError, match="7 rows, fewer than one batch of 8"):
+        found(good, 7)
+    with pytest.raises(DataError, match="'prompt' is an object, not text"):
+        found('{"prompt": {"a": 1}, "answer": "4"}')
+    with pytest.raises(DataError, match="missing 'prompt'"):
+        found('{"pronpt": "2+2=", "answer": "4"}')
+    assert launch("", file, GRPOMasterConfig, run_not, ["--dry-run", *keys]) == 2
+    assert "missing 'prompt'" in capsys.readouterr().err
 
 
 def test_an_engine_without_room_for_an_answer_is_refused() -> None:

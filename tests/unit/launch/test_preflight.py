@@ -10,9 +10,11 @@ from huggingface_hub import constants
 
 from nemo_rl.algorithms import grpo, sft, start
 from nemo_rl.config import REPOSITORY_ROOT, GRPOMasterConfig, SFTMasterConfig, load_config
+from nemo_rl.config.base.names import ROW
 from nemo_rl.environments.workers.loading import load_env_class
-from nemo_rl.launch.checks import Moment, make_checks
+from nemo_rl.launch.checks import Moment, make_checks, recipe_of
 from nemo_rl.launch.command_line import launch
+from nemo_rl.models.capacity.hub_configs import with_local_configs
 from nemo_rl.models.huggingface.reachable import TIMEOUT_VARIABLE, TOKENIZER_FILE, check_reachable
 from nemo_rl.utils.errors import ConfigError, DataError
 
@@ -93,6 +95,21 @@ def test_a_class_in_the_folder_the_run_was_started_from(tmp_path, monkeypatch, c
     assert len(ran) == 1 and sys.path[-1] == str(tmp_path)
 
 
+def test_environments_of_reward_functions_with_two_own_names() -> None:
+    entries = [f"{{dataset_name: arithmetic, num_samples: 8, env_name: {name}}}" for name in ("first", "second")]
+    keys = [f"data.train=[{','.join(entries)}]", "data.validation.env_name=first", "env.second.stop_strings=[x]"]
+    functions = ["env.first.function=builtins.len", "env.second.function={a: builtins.len, b: math.nosuch}"]
+    config = load_config(GRPO, [*functions, *keys])
+    with pytest.raises(ConfigError, match=r"env\.second\.function\.b='math\.nosuch' cannot be imported"):
+        make_checks(config, Moment.LIBRARIES)
+    config.env["second"]["function"] = "builtins.len"
+    make_checks(config, Moment.LIBRARIES)
+    rows = recipe_of(config).data.train
+    assert [rows[index]["task_name"] for index in (0, 8)] == ["first", "second"]
+    assert [rows[index].get("stop_strings") for index in (0, 8)] == [None, ["x"]]
+    assert all(ROW in rows[index]["extra_env_info"] for index in (0, 8))
+
+
 def test_a_hub_that_does_not_answer(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
@@ -105,6 +122,17 @@ def test_a_hub_that_does_not_answer(monkeypatch):
         ):
             check_reachable("policy.model_name", "no-such-user/nothing")
         assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize("name", ["tiny-chatt", "tinychat"])
+def test_a_misspelled_model_of_the_library_is_suggested(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    models = "Models of the library: tiny-chat, tiny-player, tiny-teacher, tiny-tools"
+    with pytest.raises(ConfigError, match=rf"Did you mean 'tiny-chat'\? {models}\.$"):
+        check_reachable("policy.model_name", name)
+    config = load_config("grpo_math_cpu.yaml", [f"policy.model_name={name}"])
+    with pytest.raises(ConfigError, match=rf"Did you mean 'tiny-chat'\? {models}\.$"):
+        with_local_configs(config)
 
 
 def test_folders_and_names(tmp_path):

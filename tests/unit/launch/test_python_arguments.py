@@ -207,6 +207,20 @@ def test_a_program_key_is_like_one_of_a_file() -> None:
     assert config.policy.max_total_sequence_length == 128
 
 
+def test_a_program_that_calls_setup_sees_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nemo_rl.algorithms import grpo, sft
+    from nemo_rl.algorithms.setup import user_parts
+    from nemo_rl.evals import evaluator
+
+    calls: list[int] = []
+    for module in (user_parts, evaluator):
+        monkeypatch.setattr(module, "show_messages", lambda: calls.append(1))
+    for setup in (grpo.setup, sft.setup, evaluator.setup):
+        with pytest.raises(ConfigError):
+            setup({"nosuch": 1})
+    assert calls == [1, 1, 1]
+
+
 def test_messages_are_shown_unless_logging_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     from nemo_rl.utils import logging_setup
 

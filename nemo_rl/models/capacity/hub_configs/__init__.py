@@ -11,6 +11,7 @@ from pathlib import Path
 from huggingface_hub import try_to_load_from_cache
 
 from nemo_rl.config import PolicyConfig, RunConfig
+from nemo_rl.config.base.paths import library_model_hint
 from nemo_rl.utils.errors import ConfigError
 
 FOLDER = Path(__file__).parent
@@ -41,6 +42,6 @@ def _make_local(model: PolicyConfig) -> None:
         raise ConfigError(
             f"The configuration of the model {name!r} is not here: it is no folder, not in the cache of the hub, and "
             f"none of the models whose sizes are known ({', '.join(known_models())}). Download its config.json "
-            f"(`hf download {name} config.json`), or give a folder that has it."
+            f"(`hf download {name} config.json`), or give a folder that has it.{library_model_hint(name)}"
         )
     model.model_name = str(FOLDER / name)
