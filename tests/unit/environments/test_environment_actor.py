@@ -155,7 +155,7 @@ def test_names_resolve_to_classes():
 def test_wrong_names_are_refused_before_anything_starts():
     with pytest.raises(ConfigError, match="unknown environment"):
         create_env("gmae", {})
-    with pytest.raises(ConfigError, match=r"env\.sums has reward functions.*env\.reward"):
+    with pytest.raises(ConfigError, match=r"env\.sums\.function='my_file\.my_reward' cannot be imported"):
         check_environment("sums", {"function": "my_file.my_reward"})
 
 
