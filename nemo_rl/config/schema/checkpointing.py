@@ -65,10 +65,12 @@ class CheckpointingConfig(Section):
     @field_validator("metric_name")
     @classmethod
     def _has_side(cls, metric: str | None) -> str | None:
-        side, _, name = (metric or "val:accuracy").partition(":")
+        if metric is None:
+            return None
+        side, _, name = metric.partition(":")
         if side in ("val", "train") and name:
             return metric
-        bare, usual = str(metric).rpartition(":")[2].removeprefix("val_"), str(cls.model_fields["metric_name"].default)
+        bare, usual = metric.rpartition(":")[2].removeprefix("val_"), str(cls.model_fields["metric_name"].default)
         sampled = usual.removeprefix("val:") in VALIDATION_METRICS
         raise PydanticCustomError(
             "metric_name",

@@ -169,6 +169,7 @@ def test_missing_and_unresolvable_values_are_refused(write_yaml, minimal: Path) 
         ("val_reward", "val:accuracy"),
         ("accuracy", "val:accuracy"),
         ("val:", "val:accuracy"),
+        ("''", "val:accuracy"),
         ("validation:accuracy", "val:accuracy"),
         ("val_truncation_rate", "val:truncation_rate"),
     ],
