@@ -1,6 +1,7 @@
 """Handles signals that stop a program: it ends immediately, or at its next safe point if there is something to save.
 
         leave_at_once    from the start of a program
+        leave_in_order   instead, in a program that removes what it has half written
         DeferredSignals  during the part that has something to save; the second signal is not deferred
         handlers_kept    around libraries that install their own handlers; result_with_handlers in another thread
 
@@ -48,6 +49,21 @@ def _leave_with(status: int, said: str, number: int, frame: FrameType | None) ->
     with suppress(OSError):
         os.write(2, f"\n{signal.Signals(number).name}: ended immediately, {said}.\n".encode())
     os._exit(status)
+
+
+def leave_in_order() -> None:
+    """Let the first stop signal end this program with status 128 + its number, after its `finally` blocks.
+
+    Later signals are ignored, so that they do not interrupt these blocks. Only in the main thread.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        _restore(dict.fromkeys(STOP_SIGNALS, signal.SIG_IGN))
+        with suppress(OSError):
+            os.write(2, f"\n{signal.Signals(number).name}: ended, nothing was kept.\n".encode())
+        raise SystemExit(128 + number)
+
+    _install(leave)
 
 
 @contextmanager

@@ -15,6 +15,9 @@ FILES_ROOT = _PACKAGE if (_PACKAGE / "examples").is_dir() else REPOSITORY_ROOT
 """Folder with `examples/`, which a wheel has inside the package."""
 _LIBRARY_FOLDERS = ("examples/configs", "examples/configs/evals", "examples/assets")
 
+SMOLLM2_FOLDER = "models/SmolLM2-135M-Instruct"
+"""Folder that `nemo_rl smollm2` makes in the current one."""
+
 _DATA_SUFFIXES = frozenset({".json", ".jsonl", ".parquet", ".arrow", ".csv", ".gz", ".zst", ".txt"})
 
 
@@ -48,10 +51,12 @@ def library_models() -> list[str]:
 
 
 def library_model_hint(name: str) -> str:
-    """Return a sentence with the models of the library for the error about a name that is no model, or "".
+    """Return a sentence about the models of the library for the error about a name that is no model, or "".
 
-    Only a name without a slash can mean one of them.
+    Only a name without a slash can mean one of them. The folder of SmolLM2 has a command that makes it.
     """
+    if Path(name).name.lower() == Path(SMOLLM2_FOLDER).name.lower():
+        return f" `nemo_rl smollm2` makes a folder of this model without a network: {SMOLLM2_FOLDER}."
     known = library_models()
     if "/" in name or not known:
         return ""

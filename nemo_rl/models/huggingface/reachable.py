@@ -43,7 +43,9 @@ def check_reachable(key: str, name: str, file: str = MODEL_FILE) -> None:
     try:
         validate_repo_id(name)
     except HFValidationError:
-        raise ConfigError(f"{given} is neither an existing folder nor a hub id such as owner/name.") from None
+        raise ConfigError(
+            f"{given} is neither an existing folder nor a hub id such as owner/name.{library_model_hint(name)}"
+        ) from None
     if try_to_load_from_cache(name, file) is not None:
         return
     trouble = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _ask_hub(name, file)
