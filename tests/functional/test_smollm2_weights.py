@@ -98,7 +98,17 @@ def test_the_weights_are_those_of_the_blocks_of_the_file(made: Path) -> None:
 def gguf_names() -> Iterator[str]:
     yield from ("token_embd.weight", "output_norm.weight")
     for layer in range(30):
-        for name in "attn_norm attn_q attn_k attn_v attn_output ffn_norm ffn_gate ffn_up ffn_down".split():
+        for name in [
+            "attn_norm",
+            "attn_q",
+            "attn_k",
+            "attn_v",
+            "attn_output",
+            "ffn_norm",
+            "ffn_gate",
+            "ffn_up",
+            "ffn_down",
+        ]:
             yield f"blk.{layer}.{name}.weight"
 
 
