@@ -19,8 +19,8 @@ pytestmark = pytest.mark.fast
 OPTIONAL = ("sandbox", "kits", "agents", "commands")
 """Packages above the core."""
 
-LINES = {"core": 88_220, "all": 111_750}
-FILES = {"core": 507, "all": 660}
+LINES = {"core": 88_240, "all": 112_115}
+FILES = {"core": 507, "all": 661}
 FOLDERS = 86
 SHORT_FILES = 47
 """Files under 60 lines, without `__init__.py`."""
