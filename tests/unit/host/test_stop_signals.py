@@ -71,6 +71,31 @@ def test_before_training_a_signal_ends_the_program_immediately(
     assert "ended immediately" in errors and "a library" not in errors
 
 
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_program_that_leaves_in_order_runs_its_finally_blocks_to_their_end(number: int) -> None:
+    text = """
+import time
+from nemo_rl.host.stop_signals import leave_in_order
+leave_in_order()
+try:
+    print("ready", flush=True)
+    time.sleep(60)
+finally:
+    print("leaving", flush=True)
+    time.sleep(0.5)
+    print("tidied", flush=True)
+"""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", text], stdout=pipe, stderr=pipe, text=True) as process:
+        wait_for(process, "ready")
+        process.send_signal(number)
+        wait_for(process, "leaving")
+        process.send_signal(signal.SIGTERM)
+        rest, errors = process.communicate(timeout=10)
+    assert (process.returncode, rest) == (128 + number, "tidied\n")
+    assert errors == f"\n{signal.Signals(number).name}: ended, nothing was kept.\n"
+
+
 def test_a_deferred_signal_sent_twice_quickly_counts_once(program: list[subprocess.Popen[str]]) -> None:
     process = start(program, "60", "0.5")
     process.send_signal(signal.SIGTERM)
