@@ -1,0 +1,125 @@
+"""The rewards of the use cases with a real model, on answers that people graded."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "examples/use_cases"))
+
+import instructions  # noqa: E402
+import word_problems  # noqa: E402
+
+ROW = {"topic": "the moon", "items": "animals", "word": "water", "count": 3}
+
+
+def row_of(rule: str) -> dict[str, Any]:
+    return ROW | {"rule": rule, "count": 5 if rule == "short" else 3}
+
+
+@pytest.mark.parametrize(
+    ("rule", "answer"),
+    [
+        ("short", "The moon shines at night."),
+        ("contains", "The Moon has no water."),
+        ("contains", "Water on the moon is ice."),
+        ("lower", "the moon is made of stone."),
+        ("no_comma", "The moon moves around the earth."),
+        ("question", "How far away is the moon?"),
+        ("one_word", "Dog"),
+        ("one_word", "Dog."),
+        ("numbered", "1. dog\n2. cat\n3. horse"),
+        ("numbered", "1. dog\n\n2. cat\n\n3. horse\n"),
+        ("bullets", "- dog\n- cat\n- horse"),
+        ("commas", "Dog, cat, and horse"),
+        ("json", '{"water": "dog"}'),
+        ("json", '```json\n{\n  "water": "dog"\n}\n```'),
+    ],
+)
+def test_answers_that_keep_to_their_rule(rule: str, answer: str) -> None:
+    assert instructions.follows(answer, row_of(rule)) == 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "answer"),
+    [
+        ("short", "The moon shines."),
+        ("short", "The moon is a very big stone."),
+        ("short", "It is a big stone."),
+        ("contains", "The moon has waterfalls and stones."),
+        ("lower", "The moon is made of stone."),
+        ("no_comma", "The moon, a stone, moves around the earth."),
+        ("no_comma", "The moon is big. It moves around the earth."),
+        ("question", "How far is the moon? It is far away."),
+        ("question", "How far is it to the sun?"),
+        ("one_word", "A dog"),
+        ("one_word", ""),
+        ("one_word", "..."),
+        ("numbered", "1. dog\n2. cat"),
+        ("numbered", "1. dog\n3. cat\n2. horse"),
+        ("numbered", "Animals:\n1. dog\n2. cat\n3. horse"),
+        ("bullets", "- dog\n- cat\n- horse\n- cow"),
+        ("bullets", "- dog\n- dog\n- dog"),
+        ("bullets", "-dog\n-cat\n-horse"),
+        ("bullets", "- \n- \n- "),
+        ("commas", "dog, cat"),
+        ("commas", "dog,\ncat,\nhorse"),
+        ("commas", "dog, , horse"),
+        ("json", '{"fire": "dog"}'),
+        ("json", '{"water": "dog", "more": "cat"}'),
+        ("json", '{"water": 3}'),
+        ("json", '["water"]'),
+        ("json", 'Here it is: {"water": "dog"}'),
+        ("json", "{'water': 'dog'}"),
+    ],
+)
+def test_answers_that_do_not(rule: str, answer: str) -> None:
+    assert instructions.follows(answer, row_of(rule)) == 0
+
+
+def test_validation_has_topics_lists_words_and_keys_of_its_own(tmp_path: Path) -> None:
+    instructions.main([str(tmp_path)])
+    train, validation = (
+        [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("train", "validation")
+    )
+    assert (len(train), len(validation)) == (4000, 200)
+    for key in ("topic", "items", "word"):
+        assert not {row[key] for row in train} & {row[key] for row in validation}
+    assert {row["rule"] for row in validation} == set(instructions.RULES)
+    assert all("{" not in row["prompt"].replace("{}", "") for row in train)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [
+        ("3 + 5 = 8", 1),
+        ("He has 8 apples.", 1),
+        ("8", 1),
+        ("5 + 8 = 13", 0),
+        ("eight", 0),
+        ("", 0),
+        ("0.8", 0),
+        ("18", 0),
+    ],
+)
+def test_the_last_number_counts(answer: str, reward: float) -> None:
+    assert word_problems.right(answer, {"answer": "8"}) == reward
+
+
+def test_problems_have_the_answers_that_their_numbers_give() -> None:
+    rows = word_problems.make_rows(600, 0, 0)
+    for row in rows:
+        first, second = (int(text) for text in row["prompt"].replace(".", " ").split() if text.isdigit())
+        text = row["prompt"]
+        if "bags" in text:
+            assert row["answer"] == str(first * second)
+        elif "more. How" in text or "together" in text:
+            assert row["answer"] == str(first + second)
+        else:
+            assert row["answer"] == str(first - second)
+        assert int(row["answer"]) > 0
+    validation = word_problems.make_rows(600, 1, 1)
+    assert not {row["prompt"] for row in rows} & {row["prompt"] for row in validation}
