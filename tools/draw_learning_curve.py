@@ -21,12 +21,13 @@ GREY, BLUE, ORANGE = "#808080", "#3b82c4", "#d9730d"
 type Points = list[tuple[int, float]]
 
 
-def picture(rewards: Points, accuracies: Points) -> str:
+def picture(rewards: Points, accuracies: Points, held_out: str) -> str:
     """Return the SVG.
 
     Args:
         rewards: training step and mean reward of its samples, between 0 and 1.
         accuracies: step and accuracy of each validation, between 0 and 1.
+        held_out: what validations measure.
     """
     last = max(step for step, _ in [*rewards, *accuracies])
     lines = [
@@ -41,7 +42,8 @@ def picture(rewards: Points, accuracies: Points) -> str:
             for x, y in (_place(point, last) for point in accuracies)
         ),
         f'<text x="{LEFT}" y="20" fill="{BLUE}">reward of the step</text>',
-        f'<text x="{LEFT + 140}" y="20" fill="{ORANGE}">validation accuracy, on sums that are not trained on</text>',
+        f'<text x="{LEFT + 140}" y="20" fill="{ORANGE}">validation accuracy, on {held_out} that are not trained on'
+        "</text>",
         "</svg>",
     ]
     return "\n".join(lines) + "\n"
@@ -74,6 +76,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="log folder of a run, exp_NNN")
     parser.add_argument("picture", type=Path, help="file to write")
+    parser.add_argument("--held-out", default="sums", help="what validations measure; default: sums")
     given = parser.parse_args()
     curves = Curves(RunFiles(given.run))
     curves.read()
@@ -81,7 +84,7 @@ def main() -> int:
     if not rewards or not accuracies:
         print(f"{given.run} has no train/reward or no validation/accuracy in its metrics.jsonl.", file=sys.stderr)
         return 1
-    given.picture.write_text(picture(rewards, accuracies), encoding="utf-8")
+    given.picture.write_text(picture(rewards, accuracies, given.held_out), encoding="utf-8")
     print(f"wrote {given.picture}")
     return 0
 
