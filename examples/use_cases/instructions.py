@@ -50,7 +50,7 @@ def is_list(items: Sequence[str], count: int) -> bool:
 
 
 def is_lines(answer: str, row: Row, marks: Sequence[str]) -> bool:
-    """Return whether an answer is exactly a list of `row["count"]` lines, each behind the mark of its line."""
+    """Return whether an answer is exactly a list of `row["count"]` lines, each after the mark of its line."""
     lines = [line.strip() for line in answer.splitlines() if line.strip()]
     marked = len(lines) <= len(marks) and all(line.startswith(mark) for line, mark in zip(lines, marks, strict=False))
     return marked and is_list([line.partition(" ")[2] for line in lines], row["count"])
