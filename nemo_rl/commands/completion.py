@@ -44,7 +44,7 @@ _SCRIPT = """_nemo_rl() {{
 }}
 complete -o default ${{ZSH_VERSION:+-o}} ${{ZSH_VERSION:+nospace}} -F _nemo_rl nemo_rl
 """
-"""Nothing follows a section, and a space follows other words. zsh has no `compopt`, so there each word has its space."""
+"""No space follows a section. zsh has no `compopt`, so there the space after other words is a part of them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

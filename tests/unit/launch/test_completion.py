@@ -24,7 +24,7 @@ zpty -w -n shell "$1"$'\tX\x01: "\x05"; print "[D""ONE]"\n'
 zpty -r -m shell line '*\[DONE\]*'
 print -r -- "$line"
 """
-"""Types words, the tab key and an X in a terminal, puts them into quotes after the command `:`, and shows the terminal."""
+"""Types words, the tab key and an X, puts quotes around the line, so that it runs nothing, and shows the terminal."""
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_words_are_completed(words: str, expected: str, capsys: pytest.CaptureFi
     [
         ("nemo_rl comp", "nemo_rl completion X"),
         ("nemo_rl grpo --config my.yaml pol", "nemo_rl grpo --config my.yaml policy.X"),
-        ("nemo_rl grpo --config my", "nemo_rl grpo --config my_run.yamlX"),
+        ("nemo_rl grpo --config my", "nemo_rl grpo --config my_run.yaml"),
     ],
 )
 def test_words_are_completed_in_zsh(
