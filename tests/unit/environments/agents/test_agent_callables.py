@@ -97,11 +97,14 @@ def test_a_grader_grades_the_answer(name: str, endpoint: FakeEndpoint) -> None:
 
 
 def test_reward_functions_with_a_name_of_their_own_grade_the_answer(endpoint: FakeEndpoint) -> None:
-    functions = {"function": {"some": "builtins.bool", "size": "builtins.len"}, "weights": {"size": 0.5}}
+    functions = {
+        "function": {"right": "programs_for_tests.boxes_the_truth", "size": "builtins.len"},
+        "weights": {"size": 0.5},
+    }
     section = program("answers_text", grader={"name": "my_rewards", "kwargs": functions})
     check_environment("agent", section)
-    (result,) = played(endpoint.url, section, [{"ground_truth": "4"}])
-    assert result.reward == 1.0 + 0.5 * len("It is \\boxed{4}")
+    results = played(endpoint.url, section, [{"ground_truth": "4"}, {"ground_truth": "5"}])
+    assert [result.reward for result in results] == [1.0 + 0.5 * len(r"It is \boxed{4}"), 0.5 * len(r"It is \boxed{4}")]
 
 
 def test_the_grader_adds_its_metrics(endpoint: FakeEndpoint) -> None:
