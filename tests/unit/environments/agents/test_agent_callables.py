@@ -104,7 +104,8 @@ def test_reward_functions_with_a_name_of_their_own_grade_the_answer(endpoint: Fa
     section = program("answers_text", grader={"name": "my_rewards", "kwargs": functions})
     check_environment("agent", section)
     results = played(endpoint.url, section, [{"ground_truth": "4"}, {"ground_truth": "5"}])
-    assert [result.reward for result in results] == [1.0 + 0.5 * len(r"It is \boxed{4}"), 0.5 * len(r"It is \boxed{4}")]
+    size = 0.5 * len(programs_for_tests.answers_text(None))
+    assert [result.reward for result in results] == [{"right": 1.0, "size": size}, {"right": 0.0, "size": size}]
 
 
 def test_the_grader_adds_its_metrics(endpoint: FakeEndpoint) -> None:
