@@ -66,13 +66,12 @@ def check_best_metric(
     sets += [entry.name for entry in data.train_entries if entry.split_validation_size > 0]
     if not checkpointing.enabled or side != "val" or not sets:
         return
-    if reported is not None:
-        known = [f"val:{f'validation-{of}_' if of else ''}{name}" for of in dict.fromkeys(sets) for name in reported]
-        if metric not in known:
-            yield (
-                f"checkpointing.metric_name={metric} is not reported by validation.{did_you_mean(metric, known)} "
-                f"There are {', '.join(known)}."
-            )
+    if reported is not None and bare not in reported and not bare.startswith("validation-"):
+        known = [f"val:{name}" for name in reported]
+        yield (
+            f"checkpointing.metric_name={metric} is not reported by validation.{did_you_mean(metric, known)} There are "
+            f"{', '.join(known)}, and val:validation-<data set>_<name>."
+        )
         return
     if None in sets:
         return
