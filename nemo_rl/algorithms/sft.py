@@ -9,6 +9,7 @@ from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
 from nemo_rl.algorithms.start import SupervisedSetup
 from nemo_rl.algorithms.supervised import collate_by
 from nemo_rl.config import SFTConfig, SFTMasterConfig
+from nemo_rl.config.base.names import SFT_VALIDATION_METRICS
 from nemo_rl.data.collate_fn import sft_collate_fn
 from nemo_rl.data.datasets.setup import setup_sft_data
 from nemo_rl.losses.loss_function import LossFunction
@@ -28,7 +29,7 @@ def recipe(config: SFTMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
     """
     set_seed(config.sft.seed)
     tokenizer = user_parts.tokenizer_of(config.policy)
-    names = (("loss", "val_loss"), ("num_valid_samples", "num_valid_samples"))
+    names = tuple(SFT_VALIDATION_METRICS.items())
     configured = NLLLossFn()
     loss_fn: LossFunction = user_parts.loss(configured, config.loss_fn)
     return Recipe(

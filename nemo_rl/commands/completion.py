@@ -1,4 +1,4 @@
-"""Defines `nemo_rl completion bash`, which prints a script for the shell.
+"""Defines `nemo_rl completion bash`, which prints a script for bash, and for zsh with its `bashcompinit`.
 
 The script has the names of commands, options and sections, so pressing the tab key starts no program.
 Invariant: nothing is imported for it but the command lines.
@@ -14,6 +14,7 @@ SUMMARY = "print a script that completes commands, options and sections in bash"
 DESCRIPTION = """Print a script that completes commands, options and sections of a configuration in bash.
 
 Load it in a shell, or in ~/.bashrc, with: eval "$(nemo_rl completion bash)"
+In ~/.zshrc this line comes before it: autoload -U compinit bashcompinit && compinit && bashcompinit
 """
 _TRAINING = ("policy", "data", "checkpointing", "logger", "cluster", "loss_fn")
 SECTIONS: Mapping[str, tuple[str, ...]] = {
@@ -34,10 +35,16 @@ _SCRIPT = """_nemo_rl() {{
   esac
   [[ $before == = || $word == = ]] && names=
   COMPREPLY=($(compgen -W "$names" -- "$word"))
-  [[ ${{COMPREPLY[0]}} == *. ]] && compopt -o nospace
+  if [[ $ZSH_VERSION ]]; then
+    COMPREPLY=("${{COMPREPLY[@]/%/ }}")
+    COMPREPLY=("${{COMPREPLY[@]/%. /.}}")
+  elif [[ ${{COMPREPLY[0]}} == *. ]]; then
+    compopt -o nospace
+  fi
 }}
-complete -o default -F _nemo_rl nemo_rl
+complete -o default ${{ZSH_VERSION:+-o}} ${{ZSH_VERSION:+nospace}} -F _nemo_rl nemo_rl
 """
+"""No space follows a section. zsh has no `compopt`, so there the space after other words is a part of them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

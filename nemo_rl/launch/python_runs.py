@@ -40,7 +40,7 @@ _NAMES_OF_TRL = {
     "per_device_train_batch_size": "policy.train_micro_batch_size",
     "max_completion_length": "policy.generation.max_new_tokens",
 }
-"""Arguments and keys of this library, by the names of TRL."""
+"""Arguments and keys of this library, by the names of TRL, and `rewards`, which is easily written for `reward`."""
 
 
 def grpo(

@@ -50,6 +50,23 @@ class LongAnswers(EnvironmentInterface):
         )
 '''
 
+REWARDS = """
+import asyncio
+
+
+def is_right(answers, rows):
+    return [float(row["ground_truth"] in answer) for answer, row in zip(answers, rows)]
+
+
+async def is_short(answer, row):
+    await asyncio.sleep(0.001)
+    return float(len(answer) < 10 + len(row["ground_truth"]))
+
+
+def has_digits(answer):
+    return sum(letter.isdigit() for letter in answer) / max(len(answer), 1)
+"""
+
 
 def without_mean(metrics: Metrics) -> Metrics:
     return {key: value for key, value in metrics.items() if key[2] != ROUNDED}
@@ -131,3 +148,37 @@ def test_several_turns_in_several_environments_have_the_numbers_of_a_run_without
     expected = finished(start_example, "run_grpo.py", str(config), overrides, tmp_path)
     assert expected["train", 1, "avg_turns_per_sample"] > 1
     check_same(start_example("run_grpo.py", str(config), *overrides, ONE, logs="runner"), expected)
+
+
+@pytest.mark.long
+def test_reward_functions_of_environments_with_names_of_their_own_have_the_numbers_of_a_run_without_runners(
+    start_example: StartExample, tmp_path: Path
+) -> None:
+    (tmp_path / "my_functions.py").write_text(REWARDS, encoding="utf-8")
+    sums = {"dataset_name": "arithmetic", "num_samples": 64, "split_validation_size": 0.0}
+    rewards = {"right": "my_functions.is_right", "short": "my_functions.is_short"}
+    tree = {
+        "defaults": str(REPOSITORY / "examples/configs" / CONFIG),
+        "data": {
+            "train": [sums | {"seed": 1, "env_name": "my_rewards"}, sums | {"seed": 2, "env_name": "more_rewards"}],
+            "validation": [
+                sums | {"seed": 3, "env_name": "my_rewards"},
+                sums | {"seed": 4, "env_name": "more_rewards"},
+            ],
+        },
+        "env": {
+            "my_rewards": {"function": rewards, "weights": {"short": 0.25}, "num_workers": 2},
+            "more_rewards": {"function": "my_functions.has_digits"},
+        },
+    }
+    config = tmp_path / "own.yaml"
+    config.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    expected = finished(start_example, "run_grpo.py", str(config), SHORT, tmp_path)
+    for step in (1, 2, 3):
+        assert expected["train", step, "num_reward_errors"] == 0
+        assert 0 <= expected["train", step, "short"] <= 0.25
+        assert 0 < expected["train", step, "more_rewards/reward"] < 1
+        both = expected["train", step, "right"] + expected["train", step, "short"]
+        assert expected["train", step, "my_rewards/reward"] == pytest.approx(both)
+    assert 0 < expected["validation", 3, "my_rewards/accuracy"] < 1.25
+    check_same(start_example("run_grpo.py", str(config), *SHORT, ONE, logs="runner"), expected)

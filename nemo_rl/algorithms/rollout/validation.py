@@ -18,6 +18,7 @@ from typing import Any
 from nemo_rl.algorithms.rollout.refit import Refitter
 from nemo_rl.algorithms.runtime.validations import InTurn, Validation, ValidationResult
 from nemo_rl.config import RolloutTrainingConfig
+from nemo_rl.config.base.names import VERSION_METRICS
 from nemo_rl.data.datasets.setup import RunData
 from nemo_rl.data.loader import build_loader
 from nemo_rl.data.messages.content import with_texts
@@ -200,7 +201,8 @@ def _version_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     versions = [span.version for trajectory in trajectories for span in trajectory.all_weight_versions]
     if not versions:
         return {}
-    return {"min_weight_version": float(min(versions)), "max_weight_version": float(max(versions))}
+    oldest, newest = VERSION_METRICS
+    return {oldest: float(min(versions)), newest: float(max(versions))}
 
 
 def make_validation(

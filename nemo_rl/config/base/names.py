@@ -86,6 +86,15 @@ VALIDATION_METRICS: tuple[str, ...] = (
 )
 """Metrics of a validation that samples answers; pass_k exists only with several answers per prompt."""
 
+VERSION_METRICS: tuple[str, ...] = ("min_weight_version", "max_weight_version")
+"""Metrics of a validation that runs while training goes on: the oldest and newest weights that wrote answers."""
+
+SFT_VALIDATION_METRICS: Mapping[str, str] = {"loss": "val_loss", "num_valid_samples": "num_valid_samples"}
+"""Metrics of a validation of SFT, by their names in the loss."""
+
+REVIEW_METRICS: tuple[str, ...] = ("malformed_thinking_rate", "mean_thinking_tokens", "penalized_")
+"""Metrics, or beginnings of their names, of runs that look for thinking and penalties in answers."""
+
 MACHINE_METRICS = "ray"
 """Prefix of the metrics of machines. Their steps are seconds, not steps of training."""
 OVERRIDE_MARKER = "_override_"

@@ -13,6 +13,7 @@ from nemo_rl.config.schema.checkpointing import CheckpointingConfig
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.data import DataConfig
 from nemo_rl.config.schema.model.policy import PolicyConfig
+from nemo_rl.utils.errors import did_you_mean
 
 
 def check_supervised(
@@ -51,13 +52,28 @@ def check_datasets(data: DataConfig, known: Sequence[str]) -> Findings:
     yield from check_shares(data, has_rewards=False)
 
 
-def check_best_metric(checkpointing: CheckpointingConfig, data: DataConfig) -> Findings:
-    """Check that validation reports the metric that ranks checkpoints."""
+def check_best_metric(
+    checkpointing: CheckpointingConfig, data: DataConfig, reported: Sequence[str] | None = None
+) -> Findings:
+    """Check that validation reports the metric that ranks checkpoints.
+
+    Args:
+        reported: all metrics of a validation, or None if they are known only when they are reported.
+    """
     metric = checkpointing.metric_name or ""
     side, _, bare = metric.partition(":")
     sets = [entry.name for entry in data.validation_entries]
     sets += [entry.name for entry in data.train_entries if entry.split_validation_size > 0]
-    if not checkpointing.enabled or side != "val" or not sets or None in sets:
+    if not checkpointing.enabled or side != "val" or not sets:
+        return
+    if reported is not None and bare not in reported and not bare.startswith("validation-"):
+        known = [f"val:{name}" for name in reported]
+        yield (
+            f"checkpointing.metric_name={metric} is not reported by validation.{did_you_mean(metric, known)} There are "
+            f"{', '.join(known)}, and val:validation-<data set>_<name>."
+        )
+        return
+    if None in sets:
         return
     if not any(bare.startswith(f"validation-{name}_") for name in sets):
         yield (

@@ -5,7 +5,7 @@ Loss options are checked here too; paths are checked in `rules.files`, and data 
 
 from typing import Protocol
 
-from nemo_rl.config.base.names import PASS_K, VALIDATION_METRICS
+from nemo_rl.config.base.names import PASS_K, REVIEW_METRICS, VALIDATION_METRICS, VERSION_METRICS
 from nemo_rl.config.rules.broken_rules import Findings, nearest_divisors, nearest_multiples
 from nemo_rl.config.rules.engines import check_engines
 from nemo_rl.config.rules.megatron import check_engine_formats, check_fp8_training, check_offloading
@@ -19,6 +19,7 @@ from nemo_rl.config.schema.algorithms.rollout_training import (
     RewardShapingConfig,
     RolloutTrainingConfig,
 )
+from nemo_rl.config.schema.checkpointing import CheckpointingConfig
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.data import DataConfig
 from nemo_rl.config.schema.model.generation import GenerationConfig
@@ -331,21 +332,48 @@ def _check_turn_credit(grpo: GRPOConfig) -> Findings:
 def check_early_stop(section: str, algorithm: RolloutTrainingConfig) -> Findings:
     """Check that a metric that ends the run exists and has a threshold."""
     metric, threshold = algorithm.stop_at_validation_metric, algorithm.stop_at_validation_threshold
-    several = algorithm.val_num_generations_per_prompt > 1
-    known = [name for name in VALIDATION_METRICS if several or name != PASS_K]
+    known = _validation_metrics(algorithm)
     if metric is not None and metric not in known:
-        hint = did_you_mean(metric, known)
-        if metric == PASS_K:
-            hint = f" {PASS_K} needs {section}.val_num_generations_per_prompt of at least 2."
         yield (
-            f"{section}.stop_at_validation_metric={metric} is not a validation metric.{hint} There are "
-            f"{', '.join(known)}."
+            f"{section}.stop_at_validation_metric={metric} is not a validation metric."
+            f"{_hint(metric, known, section)} There are {', '.join(known)}."
         )
     if (metric is None) != (threshold is None):
         yield (
             f"early stop needs both {section}.stop_at_validation_metric and {section}.stop_at_validation_threshold; "
             f"got {metric} and {threshold}."
         )
+
+
+def check_ranking_metric(
+    section: str, algorithm: RolloutTrainingConfig, checkpointing: CheckpointingConfig, data: DataConfig
+) -> Findings:
+    """Check that validation reports the metric that ranks checkpoints, as far as that is known before the run.
+
+    Metrics of an environment or a data set have its name and a slash. They are known only when they are reported.
+    """
+    side, _, metric = (checkpointing.metric_name or "").partition(":")
+    is_known_later = "/" in metric or metric.startswith(REVIEW_METRICS)
+    if not checkpointing.enabled or side != "val" or is_known_later or not _validates(algorithm, data):
+        return
+    names = [*_validation_metrics(algorithm), *(VERSION_METRICS if algorithm.overlap.validation != "stop" else ())]
+    if metric not in names:
+        known = [f"val:{name}" for name in names]
+        yield (
+            f"checkpointing.metric_name=val:{metric} is not reported by validation."
+            f"{_hint(f'val:{metric}', known, section)} There are {', '.join(known)}, and val:<environment>/<name>."
+        )
+
+
+def _validation_metrics(algorithm: RolloutTrainingConfig) -> list[str]:
+    several = algorithm.val_num_generations_per_prompt > 1
+    return [name for name in VALIDATION_METRICS if several or name != PASS_K]
+
+
+def _hint(metric: str, known: list[str], section: str) -> str:
+    if metric.removeprefix("val:") == PASS_K:
+        return f" {PASS_K} needs {section}.val_num_generations_per_prompt of at least 2."
+    return did_you_mean(metric, known)
 
 
 def check_reward_scaling(scaling: RewardScalingConfig, section: str = "grpo") -> Findings:
@@ -485,10 +513,19 @@ def check_validation(section: str, cadence: ValidationCadence, data: DataConfig)
         )
         if value > 0
     ]
-    split = any(entry.split_validation_size > 0 for entry in data.train_entries)
-    if wanted and data.train_entries and not data.validation_entries and not split:
+    if wanted and data.train_entries and not data.validation_entries and not _splits(data):
         yield (
             f"{wanted[0]} requests validation, but there is no validation data. Set data.validation, or "
             f"data.train.split_validation_size=0.05, or switch validation off ({wanted[0].split('=')[0]}="
             f"{'0' if 'period' in wanted[0] else 'false'})."
         )
+
+
+def _validates(cadence: ValidationCadence, data: DataConfig) -> bool:
+    """Return whether a run validates on data that its configuration names."""
+    is_wanted = cadence.val_period > 0 or cadence.val_at_start or cadence.val_at_end
+    return is_wanted and (bool(data.validation_entries) or _splits(data))
+
+
+def _splits(data: DataConfig) -> bool:
+    return any(entry.split_validation_size > 0 for entry in data.train_entries)

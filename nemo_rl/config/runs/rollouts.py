@@ -42,6 +42,7 @@ from nemo_rl.config.rules.training import (
     check_grpo,
     check_lengths,
     check_loss,
+    check_ranking_metric,
     check_rewards,
     check_validation,
 )
@@ -284,6 +285,7 @@ class PolicyGradientMasterConfig(RolloutMasterConfig):
             check_stale_mismatch(section, algorithm, self.loss_fn),
             check_rollout_runners(algorithm, self.policy, self.cluster),
             check_early_stop(section, algorithm),
+            check_ranking_metric(section, algorithm, self.checkpointing, self.data),
             check_loss(section, algorithm, self.policy, self.loss_fn, self.num_epochs),
             check_generation(self.policy, self.policy_cluster),
             check_data(self.data, self.env),
@@ -434,6 +436,7 @@ class DistillationMasterConfig(RolloutMasterConfig):
             check_generation(self.policy, self.policy_cluster),
             check_distillation_loss(self.loss_fn),
             check_early_stop("distillation", self.distillation),
+            check_ranking_metric("distillation", self.distillation, self.checkpointing, self.data),
             check_data(self.data, self.env),
             check_validation("distillation", self.distillation, self.data),
         )

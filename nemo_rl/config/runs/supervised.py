@@ -6,7 +6,12 @@ from typing import ClassVar, override
 
 from pydantic import Field
 
-from nemo_rl.config.base.names import FEEDBACK_DATASET_NAMES, PREFERENCE_DATASET_NAMES, RESPONSE_DATASET_NAMES
+from nemo_rl.config.base.names import (
+    FEEDBACK_DATASET_NAMES,
+    PREFERENCE_DATASET_NAMES,
+    RESPONSE_DATASET_NAMES,
+    SFT_VALIDATION_METRICS,
+)
 from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.rules.overlap import check_rollout_runners
 from nemo_rl.config.rules.supervised import (
@@ -65,6 +70,8 @@ class SupervisedMasterConfig(MasterConfig):
 
     section: ClassVar[str]
     """Name of the algorithm's section."""
+    validation_metrics: ClassVar[tuple[str, ...] | None] = None
+    """All metrics of a validation, or None if the loss decides them."""
     ignored: ClassVar[dict[str, str]] = MasterConfig.ignored | {"env": "nothing is rewarded here"}
 
     policy: SupervisedPolicyConfig
@@ -89,7 +96,7 @@ class SupervisedMasterConfig(MasterConfig):
             super().findings(),
             check_rollout_runners(None, None, self.cluster),
             check_supervised(self.section, self.algorithm, self.policy, self.data, self.policy_cluster),
-            check_best_metric(self.checkpointing, self.data),
+            check_best_metric(self.checkpointing, self.data, self.validation_metrics),
         )
 
 
@@ -97,6 +104,7 @@ class SFTMasterConfig(SupervisedMasterConfig):
     """Configuration of `examples/run_sft.py`."""
 
     section: ClassVar[str] = "sft"
+    validation_metrics: ClassVar[tuple[str, ...] | None] = tuple(SFT_VALIDATION_METRICS.values())
     cpu_config: ClassVar[str] = "examples/configs/sft_cpu.yaml"
 
     sft: SFTConfig = Field(default_factory=SFTConfig)

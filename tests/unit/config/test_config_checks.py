@@ -524,6 +524,42 @@ def test_swanlab_needs_its_login_before_a_run(
     check_trackers(config)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "val:acuracy",
+            r"val:acuracy is not reported by validation\. Did you mean 'val:accuracy'\? There are val:",
+        ),
+        ("val:pass_k", "pass_k needs grpo.val_num_generations_per_prompt of at least 2"),
+        ("val:min_weight_version", "val:min_weight_version is not reported by validation"),
+    ],
+)
+def test_a_ranking_metric_that_no_validation_reports_is_refused(minimal: Path, name: str, message: str) -> None:
+    validates = ["grpo.val_at_end=true", "data.train.split_validation_size=0.1"]
+    asked = f"checkpointing.metric_name={name}"
+    with pytest.raises(ConfigError, match=message):
+        load_config(minimal, [asked, *validates])
+    load_config(minimal, [asked, *validates, "checkpointing.enabled=false"])
+    load_config(minimal, [asked, *validates[1:], "grpo.val_period=0"])
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("val:truncation_rate", []),
+        ("val:my_rewards/accuracy", []),
+        ("val:penalized_rate", []),
+        ("val:pass_k", ["grpo.val_num_generations_per_prompt=2"]),
+        ("val:min_weight_version", ["grpo.overlap.mode=ahead", "grpo.overlap.validation=hold_updates"]),
+        ("train:loss", []),
+    ],
+)
+def test_a_ranking_metric_that_validation_may_report_is_used(minimal: Path, name: str, overrides: list[str]) -> None:
+    validates = ["grpo.val_at_end=true", "data.train.split_validation_size=0.1"]
+    load_config(minimal, [f"checkpointing.metric_name={name}", *validates, *overrides])
+
+
 def test_stop_metrics_are_those_that_validation_reports(minimal: Path) -> None:
     answer = Trajectory(0, 0, 0, "math", [], 0, reward=1.0)
     assert tuple(validation_metrics([answer], num_generations=2)) == VALIDATION_METRICS

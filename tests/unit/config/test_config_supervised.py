@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_rl.config import DPOMasterConfig, load_config
+from nemo_rl.config import DPOMasterConfig, SFTMasterConfig, load_config
 from nemo_rl.utils.errors import ConfigError
 
 pytestmark = pytest.mark.fast
@@ -27,6 +27,27 @@ REFUSED: list[tuple[list[str], str]] = [
     ),
     ([KTO, "data.train.dataset_name=BinaryFeedbackDataset"], r"needs data\.train\.data_path"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["checkpointing.metric_name=val:loss"], r"val:loss is not .* mean 'val:val_loss'\? There are val:val_"),
+        (["checkpointing.metric_name=val:accuracy"], r"val:accuracy is not reported by validation\."),
+        (
+            ["checkpointing.metric_name=val:val_loss", "data.validation.name=easy"],
+            r"val:val_loss is not reported: .*metric_name=val:validation-easy_val_loss\.",
+        ),
+    ],
+)
+def test_a_metric_that_no_validation_of_sft_reports_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config("examples/configs/sft_cpu.yaml", overrides, schema=SFTMasterConfig)
+    for name in ("val:val_loss", "val:num_valid_samples", "train:loss", "null"):
+        load_config("examples/configs/sft_cpu.yaml", [f"checkpointing.metric_name={name}"], schema=SFTMasterConfig)
+    named = ["data.validation.name=easy", "checkpointing.metric_name=val:validation-easy_num_valid_samples"]
+    load_config("examples/configs/sft_cpu.yaml", named, schema=SFTMasterConfig)
+    load_config("examples/configs/sft_cpu.yaml", [*overrides, "checkpointing.enabled=false"], schema=SFTMasterConfig)
 
 
 def load(*overrides: str) -> DPOMasterConfig:

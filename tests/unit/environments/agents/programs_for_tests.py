@@ -205,3 +205,8 @@ async def hangs_and_refuses(task: AgentTask) -> float:
 def sleeps(task: AgentTask, seconds: float) -> float:
     time.sleep(seconds)
     return 1.0
+
+
+def boxes_the_truth(answer: str, row: Mapping[str, Any]) -> bool:
+    """A reward function for a grader."""
+    return f"boxed{{{row['ground_truth']}}}" in answer

@@ -14,6 +14,7 @@ from fake_endpoint import FakeEndpoint
 from nemo_rl.agents.programs.environment import AgentEnvironment
 from nemo_rl.config.schema.agents import AgentEnvironmentConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.environments.registry import check_environment
 from nemo_rl.environments.workers.loading import load_env_class, traits_of
 from nemo_rl.utils.errors import ConfigError
 
@@ -93,6 +94,18 @@ def test_samples_that_were_not_played_here_are_left_out(endpoint: FakeEndpoint) 
 def test_a_grader_grades_the_answer(name: str, endpoint: FakeEndpoint) -> None:
     rows = [{"ground_truth": "4"}, {"ground_truth": "5"}]
     assert [one.reward for one in played(endpoint.url, program(name, grader=GRADER), rows)] == [1.0, 0.0]
+
+
+def test_reward_functions_with_a_name_of_their_own_grade_the_answer(endpoint: FakeEndpoint) -> None:
+    functions = {
+        "function": {"right": "programs_for_tests.boxes_the_truth", "size": "builtins.len"},
+        "weights": {"size": 0.5},
+    }
+    section = program("answers_text", grader={"name": "my_rewards", "kwargs": functions})
+    check_environment("agent", section)
+    results = played(endpoint.url, section, [{"ground_truth": "4"}, {"ground_truth": "5"}])
+    size = 0.5 * len(programs_for_tests.answers_text(None))
+    assert [result.reward for result in results] == [{"right": 1.0, "size": size}, {"right": 0.0, "size": size}]
 
 
 def test_the_grader_adds_its_metrics(endpoint: FakeEndpoint) -> None:
