@@ -3,10 +3,11 @@
     uv run python tools/benchmarks/supervised_vs_trl.py [--cases sft_padded dpo] [--repeats 3]
     uv run python tools/benchmarks/supervised_vs_trl.py --size 135m [--published-model FOLDER]
 
-The model has 3 million random parameters, or is the published SmolLM2-135M-Instruct. The program generates the rows, gives both sides the same token ids, runs them as child processes on the same processors, and
-prints a Markdown table for each case. Finished runs are kept in the file `--results`, so that a long measurement can be
-done in pieces. Invariant: both sides get the same tokens in the same order, and the table shows the difference of their
-losses in the first steps.
+The model has 3 million random parameters, or is the published SmolLM2-135M-Instruct. The program generates the rows,
+gives both sides the same token ids, runs them as child processes on the same processors, and prints a Markdown table
+for each case. Finished runs are kept in the file `--results`, so that a long measurement can be done in pieces.
+Invariant: both sides get the same tokens in the same order, and the table shows the difference of their losses in the
+first steps.
 """
 
 import argparse
