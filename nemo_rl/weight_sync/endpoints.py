@@ -55,7 +55,7 @@ def _half_of_the_threads(device_type: str) -> Iterator[None]:
     """On CPUs, copy and check a bucket in this block on half of the process's threads.
 
     A trainer packs a bucket while engines of the same machine load the one before. If both used all cores, operations
-    would wait for threads that have no core: a sync of 135 million parameters on two cores took 3.6 and not 1.7 seconds.
+    would wait for threads that have no core: 135 million parameters on two cores took 3.6 seconds instead of 1.7.
     """
     if device_type != "cpu":
         yield
