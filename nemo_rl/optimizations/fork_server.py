@@ -39,6 +39,7 @@ from typing import Any, NoReturn
 
 from nemo_rl.host.capacity import usable_cores
 from nemo_rl.host.stop_signals import STOP_SIGNALS
+from nemo_rl.optimizations.process_tuning import share_one_heap
 from nemo_rl.optimizations.ray_worker import WorkerStart, receive_start
 from nemo_rl.utils.addresses import cluster_address
 from nemo_rl.utils.imports import importing
@@ -191,6 +192,7 @@ def _serve(listener: socket.socket, driver: socket.socket, folder: Path, librari
     """Fork a worker for each request, until the driver has ended."""
     try:
         os.setsid()
+        share_one_heap()
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # leaves no zombies
         nowhere = os.open(os.devnull, os.O_RDWR)
         for descriptor in range(3):

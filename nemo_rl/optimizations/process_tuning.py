@@ -21,6 +21,7 @@ def search_all_objects_rarely() -> None:
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
 _MOST_THRESHOLD = 32 << 20
 """The largest block that glibc lets `M_MMAP_THRESHOLD` keep on the heap (half of `HEAP_MAX_SIZE`), in bytes."""
 _NEVER = 2**31 - 1
@@ -42,3 +43,17 @@ def keep_freed_memory() -> bool:
         return False
     libc.malloc_trim(0)
     return bool(libc.mallopt(_M_MMAP_THRESHOLD, _MOST_THRESHOLD) and libc.mallopt(_M_TRIM_THRESHOLD, _NEVER))
+
+
+def share_one_heap() -> bool:
+    """Let all threads that this process and its forks start from now on allocate from one heap.
+
+    By default glibc gives each thread a heap of its own, in which another thread cannot use freed memory. An engine is
+    built by one thread and gets new weights from another one, so that the memory of the first weights stayed unused:
+    0.4 GB with 135 million parameters in float32.
+
+    Returns:
+        Whether the C library supports this.
+    """
+    libc = ctypes.CDLL(None)
+    return hasattr(libc, "mallopt") and bool(libc.mallopt(_M_ARENA_MAX, 1))

@@ -46,6 +46,27 @@ from nemo_rl.weight_sync.transport import (
 )
 from nemo_rl.weight_sync.verify import SyncReceipt, fingerprints, mismatched_names
 
+_set_num_threads = torch.set_num_threads
+"""torch's function, stored before vLLM's CPU worker replaces it by a function that does nothing."""
+
+
+@contextmanager
+def _half_of_the_threads(device_type: str) -> Iterator[None]:
+    """On CPUs, copy and check a bucket in this block on half of the process's threads.
+
+    A trainer packs a bucket while engines of the same machine load the one before. If both used all cores, operations
+    would wait for threads that have no core: 135 million parameters on two cores took 3.6 seconds instead of 1.7.
+    """
+    if device_type != "cpu":
+        yield
+        return
+    before = torch.get_num_threads()
+    _set_num_threads(max(1, before // 2))
+    try:
+        yield
+    finally:
+        _set_num_threads(before)
+
 
 def make_sender_transport(lane: Lane, rank: int, is_node_leader: bool) -> SenderTransport | None:
     """Return the transport into which a trainer rank packs for a lane, or None if the rank does not pack for it."""
@@ -140,10 +161,11 @@ class WeightSender:
         if self._reader is None or self._weights is None or self._index >= len(self._steps):
             raise WeightSyncError("The weight stream is not open or holds no tensors.")
         step = self._steps[self._index]
-        blocks = self._exchange.run(step, self._reader.read(step), self._weights.device)
-        if self._index == len(self._steps) - 1:
-            self._reader.end()
-        buckets = [self._packed(number, step, blocks) for number in range(len(self._lanes))]
+        with _half_of_the_threads(self._weights.device.type):
+            blocks = self._exchange.run(step, self._reader.read(step), self._weights.device)
+            if self._index == len(self._steps) - 1:
+                self._reader.end()
+            buckets = [self._packed(number, step, blocks) for number in range(len(self._lanes))]
         self._index += 1
         return buckets
 
@@ -227,10 +249,12 @@ class WeightReceiver:
             yield []
             return
         flat = self._transport.receive(bucket)
-        self._receipt.mismatched += mismatched_names(flat, bucket.slots)
+        with _half_of_the_threads(flat.device.type):
+            self._receipt.mismatched += mismatched_names(flat, bucket.slots)
+            tensors = unpack(flat, bucket)
         self._receipt.num_tensors += len(bucket.slots)
         self._receipt.num_bytes += bucket.num_bytes
-        yield unpack(flat, bucket)
+        yield tensors
         if flat.is_cuda:
             torch.cuda.synchronize(flat.device)
 

@@ -2,6 +2,7 @@
 
     uv run python tools/benchmarks/grpo_vs_trl.py [--workloads uniform skewed] [--sizes 1m 3m 25m] [--repeats 3]
         [--overlap none ahead]
+    uv run python tools/benchmarks/grpo_vs_trl.py --workloads instructions --sizes 135m [--published-model FOLDER]
 
 It makes TRL's environment under `.bench/` (kept for later runs), runs both sides as child processes on the same
 processors, and prints Markdown tables. `side_by_side` measures. Invariant: both sides get the same inputs; README.md
@@ -20,8 +21,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from side_by_side import BENCH, WARM_UP_STEPS, Run, Step, prepare, ratio, run_side, show, trl_python
-from workloads import SIZES, WORKLOADS, find_model, prompts_of
+from side_by_side import BENCH, Run, Step, prepare, ratio, run_side, show, trl_python
+from workloads import ALL_SIZES, PUBLISHED, PUBLISHED_FOLDER, WORKLOADS, find_model, prompts_of
 
 logger = logging.getLogger("grpo_vs_trl")
 
@@ -38,6 +39,7 @@ OVERLAPS = {
 }
 """Overrides of a run, by the value of `--overlap`."""
 SAMPLES_PER_STEP = 64
+STEPS, STEPS_OF_PUBLISHED = 60, 4
 GOAL_REWARD = 0.9
 
 
@@ -99,6 +101,7 @@ def own_command(workload: str, size: str, folder: Path, arguments: argparse.Name
         "grpo.num_prompts_per_step": 8,
         "grpo.num_generations_per_prompt": 8,
         "grpo.use_leave_one_out_baseline": "false",
+        "policy.train_micro_batch_size": WORKLOADS[workload].microbatch_rows,
     }
     command = [sys.executable, "examples/run_grpo.py", "--config", "examples/configs/grpo_math_cpu.yaml"]
     command += [f"{key}={value}" for key, value in overrides.items()]
@@ -109,12 +112,13 @@ def own_overrides(
     section: str, workload: str, size: str, folder: Path, arguments: argparse.Namespace
 ) -> dict[str, object]:
     """Return the overrides that this library's run needs whatever its algorithm is; `section` is the algorithm's."""
-    limits = WORKLOADS[workload]
-    return {
-        "policy.model_name": find_model(workload, size),
-        "policy.generation.max_new_tokens": limits.max_new_tokens,
-        "policy.max_total_sequence_length": limits.max_total_tokens,
-        "policy.optimizer.kwargs.lr": 1e-4,
+    chosen = WORKLOADS[workload]
+    overrides: dict[str, object] = {
+        "policy.model_name": find_model(workload, size, published_of(arguments)),
+        "policy.precision": precision_of(arguments),
+        "policy.generation.max_new_tokens": chosen.max_new_tokens,
+        "policy.max_total_sequence_length": chosen.max_total_tokens,
+        "policy.optimizer.kwargs.lr": chosen.learning_rate,
         "policy.optimizer.kwargs.weight_decay": 0.0,
         f"{section}.max_num_steps": arguments.steps,
         f"{section}.seed": arguments.seed,
@@ -131,23 +135,41 @@ def own_overrides(
         "logger.save_trajectories": "false",
         "cluster.threads_per_rank": arguments.threads,
     }
+    if chosen.reward == "pattern":
+        overrides["data.default.env_name"] = "form"
+        overrides["++env.form.function"] = "tools.benchmarks.follows_pattern.follows"
+    return overrides
+
+
+def published_of(arguments: argparse.Namespace) -> Path:
+    """Return the folder of the published model, also for a tool that has no such option."""
+    return getattr(arguments, "published_model", PUBLISHED_FOLDER)
+
+
+def precision_of(arguments: argparse.Namespace) -> str:
+    """Return the precision of both sides, also for a tool that has no such option."""
+    return getattr(arguments, "precision", "float32")
 
 
 def run_own(overlap: str, workload: str, size: str, folder: Path, arguments: argparse.Namespace) -> GRPORun:
     """Run this library with a value of `OVERLAPS`."""
     command, metrics = own_command(workload, size, folder, arguments)
     command += OVERLAPS[overlap]
-    return run_side(command, metrics, read_own, folder / "own.log", arguments.threads)
+    warm_up = WORKLOADS[workload].warm_up_steps
+    return run_side(command, metrics, read_own, folder / "own.log", arguments.threads, warm_up)
 
 
 def run_trl(workload: str, size: str, folder: Path, arguments: argparse.Namespace) -> GRPORun:
     """Run TRL with the settings of `trl_grpo.py`."""
-    metrics = folder / "trl.jsonl"
-    command = [str(trl_python()), "tools/benchmarks/trl_grpo.py", "--model", str(find_model(workload, size))]
-    command += ["--prompts", str(write_prompts(workload)), "--metrics", str(metrics)]
-    command += ["--max-new-tokens", str(WORKLOADS[workload].max_new_tokens), "--generation", arguments.trl_generation]
+    metrics, chosen = folder / "trl.jsonl", WORKLOADS[workload]
+    model = find_model(workload, size, published_of(arguments))
+    command = [str(trl_python()), "tools/benchmarks/trl_grpo.py", "--model", str(model)]
+    command += ["--prompts", str(write_prompts(workload)), "--metrics", str(metrics), "--reward", chosen.reward]
+    command += ["--max-new-tokens", str(chosen.max_new_tokens), "--generation", arguments.trl_generation]
+    command += ["--microbatch", str(chosen.microbatch_rows), "--learning-rate", str(chosen.learning_rate)]
     command += ["--steps", str(arguments.steps), "--threads", str(arguments.threads), "--seed", str(arguments.seed)]
-    return run_side(command, metrics, read_trl, folder / "trl.log", arguments.threads)
+    command += ["--precision", precision_of(arguments)]
+    return run_side(command, metrics, read_trl, folder / "trl.log", arguments.threads, chosen.warm_up_steps)
 
 
 def write_prompts(workload: str) -> Path:
@@ -224,7 +246,11 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--workloads", nargs="+", default=["uniform"], choices=list(WORKLOADS))
-    parser.add_argument("--sizes", nargs="+", default=["1m"], choices=list(SIZES), help="parameters of the model")
+    parser.add_argument("--sizes", nargs="+", default=["1m"], choices=ALL_SIZES, help="parameters of the model")
+    parser.add_argument(
+        "--published-model", type=Path, default=PUBLISHED_FOLDER, help=f"folder of the model of the size {PUBLISHED}"
+    )
+    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="of both sides")
     parser.add_argument(
         "--overlap",
         nargs="+",
@@ -232,22 +258,31 @@ def parse_arguments() -> argparse.Namespace:
         choices=list(OVERLAPS),
         help="grpo.overlap.mode of this library's runs",
     )
-    parser.add_argument("--steps", type=int, default=60, help="GRPO steps of each run")
+    parser.add_argument(
+        "--steps", type=int, help=f"GRPO steps of each run (default: {STEPS}, {PUBLISHED} {STEPS_OF_PUBLISHED})"
+    )
     parser.add_argument("--repeats", type=int, default=1, help="runs of each side, alternating")
     parser.add_argument("--threads", type=int, default=2, help="processors and OpenMP threads of each side")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument(
         "--trl-generation", choices=("generate", "continuous"), default="generate", help="TRL's generation method"
     )
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.steps is None:
+        arguments.steps = STEPS_OF_PUBLISHED if PUBLISHED in arguments.sizes else STEPS
+    return arguments
 
 
 def main() -> None:
     """Run both sides alternately for each workload and size, and print the tables."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     arguments = parse_arguments()
-    if arguments.steps <= WARM_UP_STEPS:
-        raise SystemExit(f"--steps: {arguments.steps} leaves nothing after {WARM_UP_STEPS} steps of warm-up.")
+    warm_up = max(WORKLOADS[workload].warm_up_steps for workload in arguments.workloads)
+    if arguments.steps <= warm_up:
+        raise SystemExit(f"--steps: {arguments.steps} leaves nothing after {warm_up} steps of warm-up.")
+    for workload in arguments.workloads:
+        for size in arguments.sizes:
+            find_model(workload, size, arguments.published_model)  # refuses what is missing before anything starts
     prepare()
     sides: dict[str, Callable[..., GRPORun]] = {
         f"nemo_rl, {name}": partial(run_own, name) for name in arguments.overlap

@@ -54,26 +54,28 @@ class Run[StepT: Step]:
         peak_rss_mb: largest sum of resident memory over the process tree; a page that processes share
             counts once per process.
         peak_pss_mb: the same sum with shared pages divided among their users.
+        warm_up_steps: number of first steps that are not measured.
     """
 
     steps: list[StepT] = field(default_factory=list)
     peak_rss_mb: float = 0.0
     peak_pss_mb: float = 0.0
+    warm_up_steps: int = WARM_UP_STEPS
 
     @property
     def step_seconds(self) -> list[float]:
         """Seconds from one step's end to the next, without the warm-up."""
-        return differences([step.seen_at_s for step in self.steps[WARM_UP_STEPS - 1 :]])
+        return differences([step.seen_at_s for step in self.steps[self.warm_up_steps - 1 :]])
 
     @property
     def step_cpu_seconds(self) -> list[float]:
         """Processor seconds from one step's end to the next, without the warm-up."""
-        return differences([step.cpu_s for step in self.steps[WARM_UP_STEPS - 1 :]])
+        return differences([step.cpu_s for step in self.steps[self.warm_up_steps - 1 :]])
 
     @property
     def measured(self) -> list[StepT]:
         """The steps that `step_seconds` covers."""
-        return self.steps[WARM_UP_STEPS:]
+        return self.steps[self.warm_up_steps :]
 
 
 def differences(values: list[float]) -> list[float]:
@@ -134,7 +136,12 @@ def cpu_seconds(pids: list[int]) -> float:
 
 
 def run_side[StepT: Step](
-    command: list[str], metrics: Path, read: Callable[[Iterator[str]], Iterator[StepT]], log: Path, threads: int
+    command: list[str],
+    metrics: Path,
+    read: Callable[[Iterator[str]], Iterator[StepT]],
+    log: Path,
+    threads: int,
+    warm_up_steps: int = WARM_UP_STEPS,
 ) -> Run[StepT]:
     """Start one side, watch it until it ends, and return its figures.
 
@@ -144,11 +151,12 @@ def run_side[StepT: Step](
         read: turns the file's lines, as they arrive, into steps.
         log: file for its output.
         threads: number of processors it may use.
+        warm_up_steps: number of first steps that are not measured.
 
     Raises:
         SystemExit: it failed or took longer than `RUN_LIMIT_S`.
     """
-    run: Run[StepT] = Run()
+    run: Run[StepT] = Run(warm_up_steps=warm_up_steps)
     processors = sorted(os.sched_getaffinity(0))[:threads]
     environment = os.environ | {
         "OMP_NUM_THREADS": str(threads),

@@ -1,11 +1,13 @@
 """Measure SFT, DPO and reward-model training here and in TRL, alternately, on the same model and rows.
 
     uv run python tools/benchmarks/supervised_vs_trl.py [--cases sft_padded dpo] [--repeats 3]
+    uv run python tools/benchmarks/supervised_vs_trl.py --size 135m [--published-model FOLDER]
 
-It generates the rows, gives both sides the same token ids, runs them as child processes on the same processors, and
-prints a Markdown table for each case. Finished runs are kept in the file `--results`, so that a long measurement can be
-done in pieces. Invariant: both sides get the same tokens in the same order, and the table shows the difference of their
-losses in the first steps.
+The model has 3 million random parameters, or is the published SmolLM2-135M-Instruct. The program generates the rows,
+gives both sides the same token ids, runs them as child processes on the same processors, and prints a Markdown table
+for each case. Finished runs are kept in the file `--results`, so that a long measurement can be done in pieces.
+Invariant: both sides get the same tokens in the same order, and the table shows the difference of their losses in the
+first steps.
 """
 
 import argparse
@@ -23,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from side_by_side import BENCH, ROOT, WARM_UP_STEPS, Run, Step, prepare, ratio, run_side, show, trl_python
+from workloads import PUBLISHED, PUBLISHED_FOLDER, published_model
 
 logger = logging.getLogger("supervised_vs_trl")
 
@@ -30,14 +33,6 @@ SEED = 7
 MEDIAN_WORDS = 10
 MAX_TOKENS = 400
 MIN_TOKENS = 20
-ROWS_PER_STEP = 64
-"""Rows of one optimizer update; 32 pairs."""
-ROWS_PER_MICROBATCH = 8
-TOKENS_PER_MICROBATCH = ROWS_PER_MICROBATCH * MAX_TOKENS
-TOKENS_OF_PAIRS = 5 * MAX_TOKENS
-"""Size of a packed microbatch of pairs: the mean size of TRL's padded microbatches, 2,021 tokens."""
-PACKED_ROWS_PER_STEP = 3
-"""Packed rows of one TRL update: as many tokens as 64 unpacked rows."""
 LEARNING_RATE = 1e-4
 BETA = 0.1
 COMPARED_STEPS = 5
@@ -57,6 +52,36 @@ class Case:
     packed: bool = False
 
 
+@dataclass(frozen=True)
+class Size:
+    """How much a run does with a model of a size.
+
+    Attributes:
+        rows_per_step: rows of one optimizer update; half as many pairs.
+        rows_per_microbatch: rows of a padded microbatch.
+        packed_rows_per_step: packed rows of one update of TRL: as many tokens as the unpacked rows.
+        steps: updates of a run, unless `--steps` is given.
+        warm_up_steps: first steps of a run, which are not measured.
+    """
+
+    rows_per_step: int = 64
+    rows_per_microbatch: int = 8
+    packed_rows_per_step: int = 3
+    steps: int = 25
+    warm_up_steps: int = WARM_UP_STEPS
+
+    @property
+    def tokens_per_microbatch(self) -> int:
+        """Most tokens of a padded microbatch, and the size of a packed one."""
+        return self.rows_per_microbatch * MAX_TOKENS
+
+    @property
+    def tokens_of_pairs(self) -> int:
+        """Size of a packed microbatch of pairs: the mean size of TRL's padded microbatches, 2,021 tokens of 8 rows."""
+        return self.rows_per_microbatch * MAX_TOKENS * 5 // 8
+
+
+SIZES = {"3m": Size(), PUBLISHED: Size(16, 4, packed_rows_per_step=1, steps=5, warm_up_steps=1)}
 CASES = {
     "sft_padded": Case("sft"),
     "sft_packed": Case("sft", packed=True),
@@ -119,29 +144,38 @@ def pair_rows(num_rows: int) -> Iterator[dict[str, Any]]:
         yield {"prompt": question, "chosen": answers[0], "rejected": answers[1]}
 
 
-def make_model(algorithm: str) -> Path:
-    """Make a Qwen2 of 3 million random parameters, with a scalar head for reward models; return its folder."""
-    sys.path.insert(0, str(ROOT / "tools"))
+def find_model(algorithm: str, arguments: argparse.Namespace) -> Path:
+    """Return the folder of the model, with a scalar head for reward models; make it if necessary."""
     import torch
     from tiny_models import TinyShape, make_char_tokenizer, make_tiny_model, save_tiny_checkpoint
-    from transformers import AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    folder = BENCH / f"random-3m-{'scores' if algorithm == 'rm' else 'text'}"
+    is_published = arguments.size == PUBLISHED
+    if is_published and algorithm != "rm":
+        return published_model(arguments.published_model)
+    folder = BENCH / f"{'published' if is_published else 'random'}-{arguments.size}-{_kind(algorithm)}"
     if (folder / "model.safetensors").exists():
         return folder
-    shape = TinyShape(hidden_size=256, intermediate_size=768, num_heads=8, num_kv_heads=4)
-    tokenizer, model = make_char_tokenizer(), make_tiny_model("qwen2", shape)
-    save_tiny_checkpoint(folder, model, tokenizer)
+    source = published_model(arguments.published_model) if is_published else folder
+    if is_published:
+        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    else:
+        shape = TinyShape(hidden_size=256, intermediate_size=768, num_heads=8, num_kv_heads=4)
+        save_tiny_checkpoint(folder, make_tiny_model("qwen2", shape), make_char_tokenizer())
     if algorithm == "rm":
         torch.manual_seed(SEED)
-        scorer = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
+        scorer = AutoModelForSequenceClassification.from_pretrained(source, num_labels=1, dtype=torch.float32)
         scorer.save_pretrained(folder)
     return folder
 
 
+def _kind(algorithm: str) -> str:
+    return "scores" if algorithm == "rm" else "text"
+
+
 def write_rows(algorithm: str, model: Path, num_rows: int) -> tuple[Path, Path]:
     """Write the rows as text for this library and in the format of TRL's trainers; return both paths."""
-    text = BENCH / f"{algorithm}-{num_rows}.jsonl"
+    text = BENCH / f"{algorithm}-{num_rows}-{model.name}.jsonl"
     for_trl = text.with_suffix(".trl.jsonl")
     make = conversation_rows if algorithm == "sft" else pair_rows
     text.write_text("".join(json.dumps(row) + "\n" for row in make(num_rows)), encoding="utf-8")
@@ -208,18 +242,19 @@ def config_file(algorithm: str) -> Path:
 
 def own_overrides(case: Case, model: Path, text: Path, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return this library's settings; features that TRL's side does not use are off."""
-    units = 1 if case.algorithm == "sft" else 2
-    tokens = TOKENS_PER_MICROBATCH if units == 1 else TOKENS_OF_PAIRS
+    units, size = 1 if case.algorithm == "sft" else 2, SIZES[arguments.size]
+    tokens = size.tokens_per_microbatch if units == 1 else size.tokens_of_pairs
     return {
         **data_overrides(case.algorithm, text),
         "policy.model_name": model,
-        "policy.train_global_batch_size": ROWS_PER_STEP // units,
-        "policy.train_micro_batch_size": ROWS_PER_MICROBATCH // units,
-        "policy.logprob_batch_size": ROWS_PER_MICROBATCH,
+        "policy.train_global_batch_size": size.rows_per_step // units,
+        "policy.train_micro_batch_size": size.rows_per_microbatch // units,
+        "policy.logprob_batch_size": size.rows_per_microbatch,
         "policy.sequence_packing.enabled": str(case.packed).lower(),
         "policy.sequence_packing.train_mb_tokens": tokens,
-        "policy.sequence_packing.logprob_mb_tokens": TOKENS_PER_MICROBATCH,
+        "policy.sequence_packing.logprob_mb_tokens": size.tokens_per_microbatch,
         "policy.max_grad_norm": 1.0,
+        "policy.precision": arguments.precision,
         "policy.scheduler": "null",
         "policy.optimizer.kwargs.lr": LEARNING_RATE,
         "policy.optimizer.kwargs.weight_decay": 0.0,
@@ -237,38 +272,39 @@ def own_overrides(case: Case, model: Path, text: Path, folder: Path, arguments: 
 
 def run_own(case: Case, folder: Path, arguments: argparse.Namespace) -> TrainingRun:
     """Run this library."""
-    model = make_model(case.algorithm)
-    text, _ = write_rows(case.algorithm, model, num_data_rows(case, arguments.steps))
+    model = find_model(case.algorithm, arguments)
+    text, _ = write_rows(case.algorithm, model, num_data_rows(case, arguments))
     command = [sys.executable, f"examples/run_{case.algorithm}.py", "--config", str(config_file(case.algorithm))]
     overrides = own_overrides(case, model, text, folder, arguments)
     command += [f"{key}={value}" for key, value in overrides.items()] + arguments.override
     metrics = folder / "logs" / "exp_001" / "metrics.jsonl"
-    return run_side(command, metrics, read_own, folder / "own.log", arguments.threads)
+    warm_up = SIZES[arguments.size].warm_up_steps
+    return run_side(command, metrics, read_own, folder / "own.log", arguments.threads, warm_up)
 
 
 def run_trl(case: Case, folder: Path, arguments: argparse.Namespace) -> TrainingRun:
     """Run TRL with the settings of `trl_supervised.py`."""
-    model = make_model(case.algorithm)
-    _, rows = write_rows(case.algorithm, model, num_data_rows(case, arguments.steps))
+    model, size = find_model(case.algorithm, arguments), SIZES[arguments.size]
+    _, rows = write_rows(case.algorithm, model, num_data_rows(case, arguments))
     metrics = folder / "trl.jsonl"
     command = [str(trl_python()), "tools/benchmarks/trl_supervised.py", "--algorithm", case.algorithm]
     command += ["--model", str(model), "--rows", str(rows), "--metrics", str(metrics)]
     command += ["--steps", str(arguments.steps), "--threads", str(arguments.threads)]
-    command += ["--learning-rate", str(LEARNING_RATE), "--beta", str(BETA)]
+    command += ["--learning-rate", str(LEARNING_RATE), "--beta", str(BETA), "--precision", arguments.precision]
     units = 1 if case.algorithm == "sft" else 2
     if case.packed and case.algorithm == "sft":
-        command += ["--packed-tokens", str(TOKENS_PER_MICROBATCH), "--microbatch", "1"]
-        command += ["--accumulate", str(PACKED_ROWS_PER_STEP)]
+        command += ["--packed-tokens", str(size.tokens_per_microbatch), "--microbatch", "1"]
+        command += ["--accumulate", str(size.packed_rows_per_step)]
     else:
-        command += ["--microbatch", str(ROWS_PER_MICROBATCH // units)]
-        command += ["--accumulate", str(ROWS_PER_STEP // ROWS_PER_MICROBATCH)]
-    return run_side(command, metrics, read_trl, folder / "trl.log", arguments.threads)
+        command += ["--microbatch", str(size.rows_per_microbatch // units)]
+        command += ["--accumulate", str(size.rows_per_step // size.rows_per_microbatch)]
+    return run_side(command, metrics, read_trl, folder / "trl.log", arguments.threads, size.warm_up_steps)
 
 
-def num_data_rows(case: Case, steps: int) -> int:
+def num_data_rows(case: Case, arguments: argparse.Namespace) -> int:
     """Return the rows of one epoch, plus some for TRL's packing, whose steps differ a little in size."""
     units = 1 if case.algorithm == "sft" else 2
-    return (steps + 5) * ROWS_PER_STEP // units
+    return (arguments.steps + 5) * SIZES[arguments.size].rows_per_step // units
 
 
 def read_own(lines: Iterator[str]) -> Iterator[TrainingStep]:
@@ -349,33 +385,45 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES), help="cases to run")
-    parser.add_argument("--steps", type=int, default=25, help="optimizer updates of each run")
+    parser.add_argument("--size", default="3m", choices=list(SIZES), help="parameters of the model")
+    parser.add_argument(
+        "--published-model", type=Path, default=PUBLISHED_FOLDER, help=f"folder of the model of the size {PUBLISHED}"
+    )
+    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="of both sides")
+    parser.add_argument("--steps", type=int, help="optimizer updates of each run (default: 25, of the large model 5)")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each side, alternating")
     parser.add_argument("--sides", nargs="*", default=list(SIDES), choices=list(SIDES))
     parser.add_argument("--threads", type=int, default=2, help="processors and OpenMP threads of each side")
     parser.add_argument("--results", type=Path, default=BENCH / "supervised.jsonl", help="file for finished runs")
     parser.add_argument("--override", nargs="*", default=[], help="further key=value of this library's configuration")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.steps is None:
+        arguments.steps = SIZES[arguments.size].steps
+    return arguments
 
 
 def main() -> None:
     """Run the requested cases and print the tables of all stored runs."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     arguments = parse_arguments()
-    if arguments.steps <= WARM_UP_STEPS:
-        raise SystemExit(f"--steps: {arguments.steps} leaves nothing after {WARM_UP_STEPS} steps of warm-up.")
+    warm_up = SIZES[arguments.size].warm_up_steps
+    if arguments.steps <= warm_up:
+        raise SystemExit(f"--steps: {arguments.steps} leaves nothing after {warm_up} steps of warm-up.")
+    if arguments.size == PUBLISHED:
+        published_model(arguments.published_model)  # refuses a folder without it before anything starts
     prepare()
     runners = {"nemo_rl": run_own, "TRL": run_trl}
     for number in range(arguments.repeats):
         for name in arguments.cases:
             for side in arguments.sides if number % 2 == 0 else reversed(arguments.sides):
-                folder = BENCH / "runs" / f"{name}-{side}-{int(time.time())}"
+                kind = name if arguments.size == "3m" else f"{name}, {arguments.size}, {arguments.precision}"
+                folder = BENCH / "runs" / f"{kind.replace(', ', '-')}-{side}-{int(time.time())}"
                 folder.mkdir(parents=True)
-                logger.info("%s, %s, load average %.1f %.1f %.1f", name, side, *os.getloadavg())
+                logger.info("%s, %s, load average %.1f %.1f %.1f", kind, side, *os.getloadavg())
                 run = runners[side](CASES[name], folder, arguments)
                 logger.info("%s, %s: %.0f tokens/s", name, side, tokens_per_second(run))
                 with arguments.results.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"case": name, "side": side, "run": asdict(run)}) + "\n")
+                    file.write(json.dumps({"case": kind, "side": side, "run": asdict(run)}) + "\n")
     for name, sides in load_results(arguments.results).items():
         if len(sides) == len(SIDES):
             print(table(name, sides["nemo_rl"], sides["TRL"]) + "\n")

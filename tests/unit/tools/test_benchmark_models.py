@@ -17,7 +17,7 @@ def workloads(monkeypatch: pytest.MonkeyPatch):
     import workloads
 
     yield workloads
-    for name in ("workloads", "side_by_side", "make_tiny_chat_model"):
+    for name in ("workloads", "side_by_side", "make_tiny_chat_model", "follows_pattern"):
         sys.modules.pop(name, None)
 
 
@@ -54,3 +54,41 @@ def test_skewed_answers_average_a_quarter_of_the_longest(workloads) -> None:
     for problem in problems[:100]:
         first, last = map(int, problem.question.removesuffix("=").split(">"))
         assert last - first == problem.result
+
+
+def test_an_instruction_comes_with_the_form_of_its_answers(workloads) -> None:
+    from follows_pattern import follows
+
+    rng = workloads.random.Random(0)
+    patterns = {problem.question: problem.result for problem in (workloads.draw_instruction(rng) for _ in range(2_000))}
+
+    def rewards(question: str, *answers: str) -> list[float]:
+        return [follows(answer, {"answer": patterns[question]}) for answer in answers]
+
+    words = "one two three four five six seven eight nine ten eleven twelve"
+    assert rewards("Describe bread in at most 12 words.", words, f" {words}\n", f"{words} more", "Bread.") == [
+        1,
+        1,
+        0,
+        0,
+    ]
+    demand = "Describe the sea in one sentence without a comma."
+    assert rewards(demand, "The sea is wide and deep.", "The sea, it is wide.", "It is wide. And it is deep.") == [
+        1,
+        0,
+        0,
+    ]
+    assert rewards("Ask a question about music.", "Which music do you like?", "I like all music.") == [1, 0]
+    demand = "Name 3 rivers, separated by commas, in one line."
+    assert rewards(demand, "Nile, Rhine, Ob", "Nile, Rhine", "Nile,\nRhine, Ob") == [1, 0, 0]
+
+
+def test_the_published_model_is_read_and_its_absence_names_the_command(workloads, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"nemo_rl smollm2.*--published-model"):
+        workloads.find_model("instructions", "135m", tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    assert workloads.find_model("instructions", "135m", tmp_path) == tmp_path
+    with pytest.raises(SystemExit, match="uniform has no model of the size 135m. It has: 1m, 3m, 25m"):
+        workloads.find_model("uniform", "135m", tmp_path)
+    with pytest.raises(SystemExit, match="It has: 135m"):
+        workloads.find_model("instructions", "1m", tmp_path)

@@ -8,6 +8,7 @@ import torch
 from sync_processes import Child, ReceivingEngine, RemoteFailure, equal_to_sent
 
 from nemo_rl.utils.errors import WeightSyncError
+from nemo_rl.weight_sync import endpoints
 from nemo_rl.weight_sync.buckets import Bucket, TensorSlot
 from nemo_rl.weight_sync.endpoints import WeightReceiver, WeightSender, merge_buckets
 from nemo_rl.weight_sync.lanes import Lane
@@ -102,6 +103,27 @@ def test_a_corrupted_byte_stops_the_run_with_the_tensor_s_name(sender, engine):
     assert receipt.mismatched == ["head"]
     with pytest.raises(WeightSyncError, match="content differs in head"):
         check_receipts([receipt], buckets, 1)
+
+
+@pytest.mark.parametrize(("threads", "half"), [(4, 2), (1, 1)])
+def test_buckets_are_copied_on_half_of_the_threads(sender, monkeypatch, threads, half):
+    """The sender packs a bucket while the receiver loads the one before, on the same cores."""
+    seen: list[int] = []
+
+    def watched(function):
+        return lambda *args: (seen.append(torch.get_num_threads()), function(*args))[1]
+
+    for name in ("fill", "mismatched_names"):
+        monkeypatch.setattr(endpoints, name, watched(getattr(endpoints, name)))
+    before, receiver = torch.get_num_threads(), WeightReceiver(SPEC, 0, "engine")
+    try:
+        torch.set_num_threads(threads)
+        sender.begin(WholeWeights(weights(1).items))
+        with receiver.received(sender.next_buckets()[0]):
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [half, half]
 
 
 def test_verification_can_be_switched_off(sender):

@@ -99,7 +99,7 @@ class VllmEngine(SteppedEngine):
         if settings.device == "cpu":
             if is_on("model_inspection", settings.optimizations):
                 inspect_here(load_model_config(settings.model_name, settings.hf_overrides).architectures or ())
-            _take_latent_attention(arguments)
+            _choose_attention(arguments)
             repair_speculation()
         if hasattr(os, "memfd_create"):
             # vLLM would leave a file in the temporary folder.
@@ -380,13 +380,22 @@ def _nameless_file() -> str:
     return f"file:///proc/{os.getpid()}/fd/{os.memfd_create('vllm-store')}"
 
 
-def _take_latent_attention(arguments: EngineArgs) -> None:
-    """Choose the kernel for latent attention that supports float32 and weight updates, even if another one is faster.
+_TOKENS_PER_BLOCK = 32
+"""Tokens in a block of keys and values on CPUs. Requests share only complete blocks of a prompt. Many prompts are
+shorter than a block of vLLM's own size, 128 tokens, so each sample of such a prompt would compute it again."""
 
-    If the processor has AMX, vLLM would choose a kernel for bfloat16 only. For the layers that propose tokens, vLLM
-    chooses separately.
+
+def _choose_attention(arguments: EngineArgs) -> None:
+    """Choose the size of blocks, and for latent attention the kernel.
+
+    The kernel supports float32 and weight updates; if the processor has AMX, vLLM would choose one for bfloat16 only.
+    For the layers that propose tokens, vLLM chooses separately. Latent attention and models with other layers than
+    attention keep vLLM's size of blocks.
     """
-    kernel, is_latent = AttentionBackendEnum.CPU_MLA, arguments.create_model_config().use_mla
+    model = arguments.create_model_config()
+    kernel, is_latent = AttentionBackendEnum.CPU_MLA, model.use_mla
+    if arguments.block_size is None and not is_latent and not model.is_hybrid:
+        arguments.block_size = _TOKENS_PER_BLOCK
     if is_latent:
         arguments.attention_backend = kernel
     speculation = speculation_of({"speculative_config": arguments.speculative_config})

@@ -510,6 +510,12 @@ def test_keys_of_vllm_cfg_reach_vllm(engines):
         assert result.logprobs == pytest.approx(raw, abs=1e-3), "raw log-probs do not know of the temperature"
 
 
+def test_samples_share_a_prompt_of_a_few_words(engines):
+    """vLLM shares complete blocks only. Its kernel for latent attention has a size of its own."""
+    size = attrgetter("_engine.vllm_config.cache_config.block_size")
+    assert [engines.look(name, size) for name in ("qwen2 tied", "latent attention")] == [32, 16]
+
+
 def test_no_class_is_inspected_in_another_process(engines, vllm_cache):
     """vLLM writes the result of such an inspection to a file."""
     assert not (vllm_cache / "modelinfos").exists()
