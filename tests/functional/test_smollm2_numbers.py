@@ -342,7 +342,7 @@ def mult_prob_error(what: str, policy_BT: Tensor, engine_BT: Tensor, data: Batch
 
 @pytest.mark.vllm
 @needs_vllm
-@pytest.mark.parametrize(("precision", "most"), [("float32", 1.00002), ("bfloat16", 1.03)])
+@pytest.mark.parametrize(("precision", "most"), [("float32", 1.00005), ("bfloat16", 1.1)])
 def test_vllm_samples_with_the_policy_s_probabilities(
     real: Real, engines: EngineProcess, precision: str, most: float
 ) -> None:
@@ -391,6 +391,6 @@ def test_weights_after_a_training_step_arrive_in_vllm(real: Real, engines: Engin
         assert (receipt.num_tensors, receipt.num_bytes) == (TENSORS, 4 * PARAMETERS)
         data, engine_BT = answered(asked, engines.generate("float32", asked))
         policy_BT = worker.get_logprobs(data, [data.size])
-    assert mult_prob_error("vLLM against the trained policy, float32", policy_BT, engine_BT, data) < 1.00002
+    assert mult_prob_error("vLLM against the trained policy, float32", policy_BT, engine_BT, data) < 1.00005
     before_BT = scored(real.folder, data)
     assert mult_prob_error("vLLM against the policy before training", before_BT, engine_BT, data) > 1.01
