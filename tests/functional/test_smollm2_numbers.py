@@ -67,7 +67,7 @@ TEXT = sorted((TESTS.parent / "docs/start").glob("*.md"))
 PROMPT, ANSWERS, ALONE, LONG = 200, (60, 100, 140), 500, 4096
 """Tokens of a prompt, of the continuations that share it, of another row, and of the longest row."""
 LIMIT = {torch.float32: 1e-4, torch.bfloat16: 0.5}
-"""Largest difference of a log-probability from float64. Bfloat16 has 8 bits, and logits are up to 30."""
+"""Largest difference of a log-probability from float64. Bfloat16 has 8 bits, so a logit of 25 is rounded by 0.06."""
 PARAMETERS, TENSORS = 134_515_008, 272
 
 logger = logging.getLogger(__name__)

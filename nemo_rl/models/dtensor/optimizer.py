@@ -290,7 +290,8 @@ def _square_sum(group: list[Tensor]) -> Tensor:
 
     first = group[0]
     local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in group]
-    norms = [_norm(part) for grad in local for part in _parts(grad)]
+    parts = [part for grad in local for part in _parts(grad)]
+    norms = [torch.linalg.vector_norm(part, dtype=torch.promote_types(part.dtype, torch.float32)) for part in parts]
     total = torch.stack(norms).square().sum()
     if isinstance(first, DTensor):
         total = total.to(first.device_mesh.device_type)
@@ -308,7 +309,3 @@ def _parts(gradient: Tensor) -> Sequence[Tensor]:
     if gradient.device.type != "cpu" or gradient.numel() <= _LONGEST_SUM:
         return [gradient]
     return gradient.flatten().split(_LONGEST_SUM)
-
-
-def _norm(part: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(part, dtype=torch.promote_types(part.dtype, torch.float32))
