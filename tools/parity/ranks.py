@@ -28,7 +28,7 @@ from nemo_rl.models.dtensor.pipeline.stages import stage_of
 from nemo_rl.models.dtensor.proof.numbers import in_float64
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.rank import PolicyWorker
-from parity.reference import LEARNING_RATE, STEPS, Numbers, WeightedLikelihood, batch
+from parity.reference import LEARNING_RATE, STEPS, Numbers, WeightedLikelihood, random_batches
 
 _TIMEOUT = timedelta(seconds=300)
 
@@ -85,14 +85,16 @@ def mesh_numbers(
     packed: bool,
     steps: int = STEPS,
     dtype: torch.dtype = torch.float32,
+    batches: Sequence[BatchedDataDict[Any]] | None = None,
     **values: Any,
 ) -> Numbers:
     """Compute `reference.one_process` with the training backend, on `num_ranks` ranks in a given dtype."""
-    parts = on_ranks(_train, num_ranks, policy_config(model_name, mesh, packed=packed, **values), steps, dtype)
+    config, batches = policy_config(model_name, mesh, packed=packed, **values), batches or random_batches(steps)
+    parts = on_ranks(_train, num_ranks, config, batches, dtype)
     layout, (shards, rows) = parts[0]["layout"], parts[0]["rows"]
     givers = layout.result_ranks
     joined = Numbers()
-    for step in range(steps):
+    for step in range(len(batches)):
         joined.losses.append(sum(parts[rank]["losses"][step] for rank in givers))
         joined.norms.append(parts[0]["norms"][step])
         joined.gradients.append(_sum_of([parts[rank]["gradients"][step] for rank in layout.stage_ranks]))
@@ -111,12 +113,11 @@ def _sum_of(stages: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return total
 
 
-def _train(config: PolicyConfig, steps: int, dtype: torch.dtype) -> dict[str, Any]:
+def _train(config: PolicyConfig, batches: Sequence[BatchedDataDict[Any]], dtype: torch.dtype) -> dict[str, Any]:
     """Run one rank's part of some updates."""
     layout = ParallelLayout.of(config, dist.get_world_size())
     build = partial(_build_in, dtype)
     backend = DTensorBackend(config, torch.device("cpu"), layout, init_reference_model=False, build=build)
-    batches = [batch(seed=step) for step in range(steps)]
     with in_float64() if dtype == torch.float64 else nullcontext():
         return _updates(backend, config, layout, batches)
 
@@ -125,7 +126,7 @@ def _updates(
     backend: DTensorBackend, config: PolicyConfig, layout: ParallelLayout, batches: Sequence[BatchedDataDict[Any]]
 ) -> dict[str, Any]:
     worker = PolicyWorker(backend, config, gives_scores=dist.get_rank() in layout.result_ranks)
-    mine = layout.data_parallel_rank(dist.get_rank())
+    mine, shares = layout.data_parallel_rank(dist.get_rank()), {"shares_prompts": worker.shares_prompts()}
     out: dict[str, Any] = {"layout": layout, "losses": [], "norms": [], "gradients": [], "logprobs": []}
     step_of, shards = backend.clip_and_step, []
 
@@ -135,10 +136,10 @@ def _updates(
 
     backend.clip_and_step = keep_gradients  # type: ignore[method-assign]
     for data in batches:
-        scoring = shard_batch(data, layout.data_parallel_size, logprob_strategy(config))
+        scoring = shard_batch(data, layout.data_parallel_size, logprob_strategy(config), **shares)
         out["logprobs"].append(worker.get_logprobs(scoring.data[mine], scoring.sizes[mine]))
         shards.append([[row for microbatch in shard for row in microbatch] for shard in scoring.plan.shards])
-        sharded = shard_batch(data, layout.data_parallel_size, training_strategy(config))
+        sharded = shard_batch(data, layout.data_parallel_size, training_strategy(config), **shares)
         result = worker.train(sharded.data[mine], sharded.sizes[mine], WeightedLikelihood(), count_valid(data))
         out["losses"].append(result.loss)
         out["norms"].append(result.grad_norm)

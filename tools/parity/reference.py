@@ -70,21 +70,31 @@ def batch(rows: int = 8, width: int = 40, seed: int = 0) -> BatchedDataDict[Any]
     )
 
 
-def one_process(model_name: str, steps: int = STEPS, dtype: torch.dtype = torch.float64) -> Numbers:
+def one_process(
+    model_name: str,
+    steps: int = STEPS,
+    dtype: torch.dtype = torch.float64,
+    batches: Sequence[BatchedDataDict[Any]] | None = None,
+) -> Numbers:
     """Compute losses, gradients and log-probabilities of transformers' model under plain SGD.
 
     Args:
         model_name: folder of the model.
         steps: number of updates.
         dtype: dtype of the model.
+        batches: rows of each update, random ones by default.
     """
     kind = AutoModelForCausalLM
     model = kind.from_pretrained(model_name, dtype=torch.float32, attn_implementation="eager").to(dtype)
     model.set_experts_implementation("eager")  # grouped products do not support float64
     model.train()
-    batches = [batch(seed=step) for step in range(steps)]
     with in_float64() if dtype == torch.float64 else nullcontext():
-        return _updates(model, batches)
+        return _updates(model, batches or random_batches(steps))
+
+
+def random_batches(steps: int) -> list[BatchedDataDict[Any]]:
+    """Return the rows of each update on which both sides train by default."""
+    return [batch(seed=step) for step in range(steps)]
 
 
 def _updates(model: PreTrainedModel, batches: Sequence[BatchedDataDict[Any]]) -> Numbers:

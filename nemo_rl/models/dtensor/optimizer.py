@@ -32,6 +32,9 @@ _SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "betas", "momentum", "base
 _IMPLEMENTATION = ("foreach", "fused")
 """Arguments that change only the speed of a torch optimizer, not its result."""
 
+_LONGEST_SUM = 1 << 18
+"""Number of gradients whose squares a CPU adds in one sum."""
+
 _REFUSALS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError)
 """Errors with which classes refuse their arguments."""
 
@@ -287,7 +290,8 @@ def _square_sum(group: list[Tensor]) -> Tensor:
 
     first = group[0]
     local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in group]
-    norms = [torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)) for grad in local]
+    parts = [part for grad in local for part in _parts(grad)]
+    norms = [torch.linalg.vector_norm(part, dtype=torch.promote_types(part.dtype, torch.float32)) for part in parts]
     total = torch.stack(norms).square().sum()
     if isinstance(first, DTensor):
         total = total.to(first.device_mesh.device_type)
@@ -295,3 +299,13 @@ def _square_sum(group: list[Tensor]) -> Tensor:
             if not placement.is_replicate():  # is_shard() is False for a shard that another axis shards again
                 dist.all_reduce(total, group=first.device_mesh.get_group(axis))
     return total
+
+
+def _parts(gradient: Tensor) -> Sequence[Tensor]:
+    """Cut a long gradient, because a CPU adds all squares of a tensor in few float32 sums, which round small ones off.
+
+    For an embedding of 49,152 tokens and 576 features, this makes the norm 0.2 percent too small on one thread.
+    """
+    if gradient.device.type != "cpu" or gradient.numel() <= _LONGEST_SUM:
+        return [gradient]
+    return gradient.flatten().split(_LONGEST_SUM)

@@ -124,9 +124,7 @@ def _overwrite_memory(model: PreTrainedModel) -> None:
 def smaller(config: PretrainedConfig) -> PretrainedConfig:
     """Reduce, in place, vocabulary, feed-forward layers and experts. Heads, groups and masks do not depend on these."""
     text: Any = config.get_text_config()
-    hidden_size = getattr(text, "hidden_size", None)
-    if isinstance(hidden_size, int) and hasattr(text, "initializer_range"):
-        text.initializer_range = _GAIN / math.sqrt(hidden_size)
+    fit_weights(text)
     if isinstance(getattr(text, "vocab_size_per_layer_input", None), int):
         text.vocab_size_per_layer_input = min(text.vocab_size_per_layer_input, _VOCAB)
     if text.vocab_size > _VOCAB:
@@ -143,6 +141,13 @@ def smaller(config: PretrainedConfig) -> PretrainedConfig:
         if isinstance(count, int):
             setattr(text, name, min(count, _few_experts(text)))
     return config
+
+
+def fit_weights(text: Any) -> None:
+    """Set, in place, the size of random weights that fits the hidden size of a text configuration."""
+    hidden_size = getattr(text, "hidden_size", None)
+    if isinstance(hidden_size, int) and hasattr(text, "initializer_range"):
+        text.initializer_range = _GAIN / math.sqrt(hidden_size)
 
 
 def _few_experts(text: Any) -> int:

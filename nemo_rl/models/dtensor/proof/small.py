@@ -22,7 +22,7 @@ from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.dtensor.attention import attention_to_load
 from nemo_rl.models.huggingface.layers import decoder_layers
 from nemo_rl.models.huggingface.load import attention_choice
-from nemo_rl.models.huggingface.probe_model import CANNOT_BE_MADE, EXPERTS, filled, of_few_layers, smaller
+from nemo_rl.models.huggingface.probe_model import CANNOT_BE_MADE, EXPERTS, filled, fit_weights, of_few_layers, smaller
 from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -167,7 +167,7 @@ def _with_few_heads(config: PretrainedConfig, mesh: SmallMesh, ulysses: bool) ->
         raise ValueError(f"{before} heads of {text.hidden_size} features")
     _set_heads(text, heads, keys)
     _set_width(text, text.hidden_size * heads // before)
-    return smaller(config)  # weights for the new width
+    return config
 
 
 def _narrow(config: PretrainedConfig, mesh: SmallMesh, ulysses: bool) -> PretrainedConfig:
@@ -181,7 +181,7 @@ def _narrow(config: PretrainedConfig, mesh: SmallMesh, ulysses: bool) -> Pretrai
     _set_heads(text, *_few_heads(text, mesh, ulysses))
     _set_width(text, _WIDTH)
     text.head_dim = size
-    return smaller(config)
+    return config
 
 
 def _few_heads(text: Any, mesh: SmallMesh, ulysses: bool) -> tuple[int, int]:
@@ -203,12 +203,13 @@ def _set_heads(text: Any, heads: int, keys: int) -> None:
 
 
 def _set_width(text: Any, width: int) -> None:
-    """Set the hidden size, and change the number of heads of state-space layers in proportion."""
+    """Set the hidden size, and change weights and the number of heads of state-space layers in proportion."""
     for name in _MAMBA_HEADS:
         count = getattr(text, name, None)
         if isinstance(count, int) and count * width % text.hidden_size == 0:
             setattr(text, name, count * width // text.hidden_size)
     text.hidden_size = width
+    fit_weights(text)
 
 
 def _require_small(model: PreTrainedModel) -> None:

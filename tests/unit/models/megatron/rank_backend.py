@@ -40,6 +40,14 @@ _PARTS: dict[str, dict[str, Any]] = {
     "scheduler": {"lr_decay_style": "constant", "lr_decay_iters": None, "lr_warmup_iters": 0, "lr_warmup_init": 0.0},
     "distributed_data_parallel_config": {"overlap_grad_reduce": False, "overlap_param_gather": False},
 }
+_OF_POLICY = (
+    "draft",
+    "generation",
+    "max_total_sequence_length",
+    "reward_model_cfg",
+    "router_replay",
+    "sequence_packing",
+)
 _FLAT = {"enabled": True, "freeze_moe_router": False, "moe_router_dtype": "fp64"}
 
 
@@ -51,13 +59,9 @@ def policy_of(model_name: str = "m", precision: str = "float32", **megatron: Any
         precision: of its weights.
         **megatron: keys of `megatron_cfg`, sizes as `tp`, `pp`, `vpp`, `cp`, `ep`, `etp` and `sp`; `optimizer`,
             `scheduler` and `distributed_data_parallel_config` in part. Of `policy`: `draft`, `generation`,
-            `reward_model_cfg`, `router_replay`.
+            `max_total_sequence_length`, `reward_model_cfg`, `router_replay`, `sequence_packing`.
     """
-    own = {
-        key: megatron.pop(key)
-        for key in ("draft", "generation", "reward_model_cfg", "router_replay")
-        if key in megatron
-    }
+    own = {key: megatron.pop(key) for key in _OF_POLICY if key in megatron}
     parts = {name: part | megatron.pop(name, {}) for name, part in _PARTS.items()}
     section = _FLAT | {_SIZES.get(key, key): value for key, value in megatron.items()} | parts
     return PolicyConfig.build(
@@ -115,17 +119,19 @@ def shared_files(model: Any) -> Iterator[Path]:
 
 def backend_of(model: Any, *, init_optimizer: bool = True, init_reference_model: bool = False, **policy: Any) -> Any:
     """Make `MegatronBackend` from the files of a Hugging Face model; its groups are made again."""
+    with shared_files(model) as folder:
+        parts = {"init_optimizer": init_optimizer, "init_reference_model": init_reference_model}
+        return backend_from(policy_of(str(folder), **policy), **parts)
+
+
+def backend_from(config: PolicyConfig, **parts: bool) -> Any:
+    """Make `MegatronBackend` from the files that a section names; its groups are made again."""
     from nemo_rl.models.megatron.backend import MegatronBackend
     from nemo_rl.models.megatron.parallel import stop_model_parallel
 
     stop_model_parallel()
     _started.clear()
-    with shared_files(model) as folder:
-        config = policy_of(str(folder), **policy)
-        layout = ParallelLayout.of(config, dist.get_world_size())
-        parts = {"init_optimizer": init_optimizer, "init_reference_model": init_reference_model}
-        backend = MegatronBackend(config, CPU, layout, **parts)
-    return backend
+    return MegatronBackend(config, CPU, ParallelLayout.of(config, dist.get_world_size()), **parts)
 
 
 def exported(

@@ -154,6 +154,13 @@ def test_gradients_are_summed_over_ranks(world_size, dp_replicate, dtype, offloa
             assert error < tolerance, key
 
 
+def test_the_norm_of_a_large_embedding_is_exact() -> None:
+    torch.set_num_threads(1)
+    gradient = torch.randn(49_152, 576, generator=torch.Generator().manual_seed(0))
+    want = sum(rows.double().square().sum().item() for rows in gradient.split(4096)) ** 0.5
+    assert total_norm([gradient]).item() == pytest.approx(want, rel=1e-5)
+
+
 def _mixed_norms(rank: int, world_size: int) -> tuple[float, float, list[torch.Tensor]]:
     row = device_mesh(ParallelLayout(dp_shard=world_size), "cpu")["dp_shard"]
     square = device_mesh(ParallelLayout(dp_replicate=2, dp_shard=world_size // 2), "cpu")["dp_replicate", "dp_shard"]

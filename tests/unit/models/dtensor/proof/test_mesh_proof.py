@@ -199,6 +199,34 @@ def test_a_large_model_is_shrunk_to_the_same_layer_pattern() -> None:
     assert sum(parameter.numel() for parameter in small.parameters()) < 15e6
 
 
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 576, "head_dim": 64, "num_attention_heads": 9, "num_key_value_heads": 3},
+    "qwen2": {"hidden_size": 1152, "num_attention_heads": 36, "num_key_value_heads": 12},
+    "qwen3_moe": {"hidden_size": 1024, "num_experts": 12, "num_experts_per_tok": 2},
+}
+
+
+def _shape(model_type: str) -> PretrainedConfig:
+    sizes = {"num_hidden_layers": 2, "intermediate_size": 1536, "moe_intermediate_size": 768, "vocab_size": 49152}
+    config: PretrainedConfig = AutoConfig.for_model(model_type, tie_word_embeddings=True, **sizes | SHAPES[model_type])
+    return config
+
+
+@pytest.mark.parametrize("model_type", SHAPES)
+def test_three_ranks_divide_the_shrunk_model(model_type: str) -> None:
+    """With few heads of a size of their own, with few heads of the width, and with few experts."""
+    mesh = "expert" if model_type == "qwen3_moe" else "tensor"
+    small = _small(_shape(model_type), **{f"{mesh}_parallel_size": 3}).config
+    assert small.hidden_size < SHAPES[model_type]["hidden_size"]
+    divided = ("num_experts",) if mesh == "expert" else ("num_key_value_heads", "intermediate_size", "vocab_size")
+    assert [name for name in divided if getattr(small, name) % 3] == []
+
+
+def test_nine_heads_are_proven_on_three_ranks() -> None:
+    policy = policy_config("unused", dtensor_cfg={"tensor_parallel_size": 3})
+    prove_mesh(policy, layout_of(policy), _shape("llama"))
+
+
 def test_the_shrunk_model_has_every_kind_of_layer() -> None:
     config = AutoConfig.for_model("gemma3_text", hidden_size=1152, num_hidden_layers=26, num_attention_heads=4)
     small = _small(config, tensor_parallel_size=2)
