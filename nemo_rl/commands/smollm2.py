@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl.config.base.paths import SMOLLM2_FOLDER
 from nemo_rl.host.stop_signals import handlers_kept, leave_in_order
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 
@@ -124,17 +123,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "folder",
         type=Path,
         nargs="?",
-        default=Path(SMOLLM2_FOLDER),
         metavar="FOLDER",
-        help=f"folder of the model (default: {SMOLLM2_FOLDER})",
+        help="folder of the model (default: models/SmolLM2-135M-Instruct)",
     )
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Make the folder and return the exit status."""
+    from nemo_rl.config.base.paths import SMOLLM2_FOLDER
     from nemo_rl.launch import command_line
 
-    folder: Path = arguments.folder
+    folder: Path = arguments.folder or Path(SMOLLM2_FOLDER)
 
     def work() -> int:
         begin = time.monotonic()

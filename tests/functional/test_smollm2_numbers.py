@@ -1,7 +1,7 @@
 """Log-probabilities of a published model on real text, by every backend, against Hugging Face in float64.
 
 The model has what tiny ones lack: 30 layers, 9 heads with 3 heads of keys, a tied embedding of 49,152 tokens, and
-weights in bfloat16. The text is that of this documentation. `docs/development/real-weights.md` has the figures that
+weights in bfloat16. The text is that of this documentation. `docs/reference/real-weights.md` has the figures that
 `-o log_cli=true --log-cli-level=INFO` prints.
 """
 

@@ -88,8 +88,9 @@ def one_process(
     model = kind.from_pretrained(model_name, dtype=torch.float32, attn_implementation="eager").to(dtype)
     model.set_experts_implementation("eager")  # grouped products do not support float64
     model.train()
+    batches = batches or random_batches(steps)  # before the default dtype changes, which would draw other numbers
     with in_float64() if dtype == torch.float64 else nullcontext():
-        return _updates(model, batches or random_batches(steps))
+        return _updates(model, batches)
 
 
 def random_batches(steps: int) -> list[BatchedDataDict[Any]]:
