@@ -1,19 +1,11 @@
-r"""Write word problems with small numbers, and check the last number of an answer.
+"""Make word problems with small numbers, and check the last number of an answer.
 
-uv run --extra cpu python examples/use_cases/word_problems.py FOLDER
-
-FOLDER/train.jsonl       {"prompt": "Tom has 5 apples and buys 3 more. How many apples does ...", "answer": "8"}
-FOLDER/validation.jsonl  the same kinds of problems with people and things that are not in train.jsonl
-
-`right` is the reward: a run finds it as `env.NAME.function: examples.use_cases.word_problems.right`.
+`held_out.py` asks a model these problems before and after a run that does not train them. `right` is a reward too: a
+run finds it as `env.NAME.function: examples.use_cases.word_problems.right`.
 """
 
-import argparse
-import json
 import random
 import re
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 PEOPLE = (
@@ -64,18 +56,3 @@ def make_rows(num_rows: int, part: int, seed: int) -> list[dict[str, Any]]:
         prompt = text.format(name=name, other=other, things=chosen.choice(things), a=a, b=b)
         rows.append({"prompt": prompt, "answer": str(result(a, b))})
     return rows
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Write both files."""
-    parser = argparse.ArgumentParser(description="Write word problems with small numbers.")
-    parser.add_argument("folder", type=Path)
-    folder = parser.parse_args(arguments).folder
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, num_rows, part in (("train", 4000, 0), ("validation", 200, 1)):
-        texts = [json.dumps(row) + "\n" for row in make_rows(num_rows, part, seed=part)]
-        (folder / f"{name}.jsonl").write_text("".join(texts), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

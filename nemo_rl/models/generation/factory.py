@@ -29,7 +29,7 @@ from nemo_rl.utils.named_parts import check_own_keys
 _WORKER = "nemo_rl.models.generation.worker.GenerationWorker"
 _CPU_KV_CACHE_BYTES = 256 << 20
 _CPU_BLOCK_TOKENS = 128
-"""Number of tokens in a block of vLLM's cache on the CPU."""
+"""Most tokens in a block of vLLM's cache on the CPU; models of attention alone have smaller blocks."""
 _CONCURRENT_CALLS = 64
 
 

@@ -1,4 +1,4 @@
-"""The rewards of the use cases with a real model, on answers that people graded."""
+"""The rewards of the use cases with a real model, on answers that are graded by hand."""
 
 import json
 import sys
