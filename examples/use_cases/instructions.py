@@ -8,12 +8,10 @@ FOLDER/validation.jsonl  the same rules with topics, words and keys that are not
 `follows` is the reward: a run finds it as `env.NAME.function: examples.use_cases.instructions.follows`.
 """
 
-import argparse
 import json
 import random
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
@@ -140,16 +138,7 @@ def make_rows(num_rows: int, part: int, seed: int) -> list[Row]:
     return rows
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Write both files."""
-    parser = argparse.ArgumentParser(description="Write prompts that ask for a format.")
-    parser.add_argument("folder", type=Path)
-    folder = parser.parse_args(arguments).folder
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, num_rows, part in (("train", 4000, 0), ("validation", 200, 1)):
-        texts = [json.dumps(row) + "\n" for row in make_rows(num_rows, part, seed=part)]
-        (folder / f"{name}.jsonl").write_text("".join(texts), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    from parts import write_parts
+
+    write_parts(make_rows)

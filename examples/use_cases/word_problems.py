@@ -1,7 +1,12 @@
-"""Make word problems with small numbers, and check the last number of an answer.
+r"""Write word problems with small numbers, and check the last number of an answer.
 
-`held_out.py` asks a model these problems before and after a run that does not train them. `right` is a reward too: a
-run finds it as `env.NAME.function: examples.use_cases.word_problems.right`.
+uv run --extra cpu python examples/use_cases/word_problems.py FOLDER
+
+FOLDER/train.jsonl       {"prompt": "Olga has 15 cards and buys 3 more. How many cards ...?", "answer": "18"}
+FOLDER/validation.jsonl  the same kinds of problems with people and things that are not in train.jsonl
+
+`right` is the reward: a run finds it as `env.NAME.function: examples.use_cases.word_problems.right`. `held_out.py` asks
+a model these problems before and after a run that does not train them.
 """
 
 import random
@@ -56,3 +61,9 @@ def make_rows(num_rows: int, part: int, seed: int) -> list[dict[str, Any]]:
         prompt = text.format(name=name, other=other, things=chosen.choice(things), a=a, b=b)
         rows.append({"prompt": prompt, "answer": str(result(a, b))})
     return rows
+
+
+if __name__ == "__main__":
+    from parts import write_parts
+
+    write_parts(make_rows)

@@ -279,6 +279,7 @@ def _write_weights(target: Path, tensors: list[Any]) -> None:
     """Write the weights in bfloat16, with one tensor in memory at a time."""
     import torch
 
+    from nemo_rl.host.threads import on_threads
     from nemo_rl.models.huggingface.tensor_files import write_file
 
     shapes = {_name(each.name): [int(size) for size in reversed(each.shape)] for each in tensors}
@@ -288,14 +289,9 @@ def _write_weights(target: Path, tensors: list[Any]) -> None:
         for each in tensors:
             yield _name(each.name), _weight(each)
 
-    # On a busy machine, threads that wait for each other take longer than one thread.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with on_threads(1):  # on a busy machine, threads that wait for each other take longer than one thread
         for _ in write_file(target, likes, weights()):
             pass
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _name(name: str) -> str:

@@ -19,8 +19,8 @@ happens to weights with 192 rows.
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.registry import ModelRegistry
 
 from nemo_rl.host.capacity import usable_cores
+from nemo_rl.host.threads import on_threads, set_threads
 
 logger = logging.getLogger(__name__)
 
-_set_num_threads = torch.set_num_threads
-"""torch's function, stored before vLLM's CPU worker replaces it by a function that does nothing."""
 _THREADS_AT_START = torch.get_num_threads()
 """Number of threads at the start: one, unless `OMP_NUM_THREADS` in the run's configuration sets another number."""
 
@@ -155,7 +154,6 @@ def thread_count_changes_bits(shapes: Iterable[tuple[int, int]], dtype: torch.dt
     """
     if not _custom_ops._supports_onednn:
         return True
-    before = torch.get_num_threads()
     generator = torch.Generator().manual_seed(0)
     try:
         for shape in shapes:
@@ -164,34 +162,21 @@ def thread_count_changes_bits(shapes: Iterable[tuple[int, int]], dtype: torch.dt
                 handler = _custom_ops.create_onednn_mm(weight.t())
             for count in _CHECKED_ROWS:
                 rows = torch.randn(count, shape[1], generator=generator).to(dtype)
-                set_threads(2)
-                on_two = _custom_ops.onednn_mm(handler, rows, None)
-                set_threads(1)
-                if not torch.equal(on_two, _custom_ops.onednn_mm(handler, rows, None)):
+                with on_threads(2):
+                    on_two = _custom_ops.onednn_mm(handler, rows, None)
+                with on_threads(1):
+                    on_one = _custom_ops.onednn_mm(handler, rows, None)
+                if not torch.equal(on_two, on_one):
                     logger.info("A product of %s by %s differs in its last digits on two threads.", rows.shape, shape)
                     return True
         return False
     except RuntimeError:  # oneDNN has no such product here, so vLLM takes another kernel, which is not tested here
         return True
-    finally:
-        set_threads(before)
 
 
-@contextmanager
-def packing_threads() -> Iterator[None]:
-    """Compute loads and updates of weights in this block on the threads that the process started with."""
-    before = torch.get_num_threads()
-    set_threads(_THREADS_AT_START)
-    try:
-        yield
-    finally:
-        set_threads(before)
-
-
-def set_threads(count: int) -> None:
-    """Compute on a number of threads from now on."""
-    if count != torch.get_num_threads():
-        _set_num_threads(count)
+def packing_threads() -> AbstractContextManager[None]:
+    """Compute loads and updates of weights in a block on the threads that the process started with."""
+    return on_threads(_THREADS_AT_START)
 
 
 def inspect_here(architectures: Iterable[str]) -> None:

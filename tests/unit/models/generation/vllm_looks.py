@@ -78,7 +78,7 @@ class _Cycle:
         self._counts = itertools.cycle(counts)
 
     def begin_step(self, *, reads_prompts: bool) -> None:
-        from nemo_rl.optimizations.vllm import set_threads
+        from nemo_rl.host.threads import set_threads
 
         set_threads(next(self._counts))
 
@@ -97,6 +97,7 @@ def threads_under_load(
     """Return the threads after some windows in which other processes use the given cores; steps take 10 ms."""
     import torch
 
+    from nemo_rl.host.threads import set_threads
     from nemo_rl.optimizations import vllm
 
     before, found = torch.get_num_threads(), []
@@ -112,7 +113,7 @@ def threads_under_load(
                 choice.end_step(has_more=step < 29)
             clock[0], used[0] = clock[0] + 5, used[0] + 5 * num_cores  # the trainer's turn
             found.append(torch.get_num_threads())
-    vllm.set_threads(before)
+    set_threads(before)
     return found
 
 
@@ -120,14 +121,15 @@ def threads_at_start(engine: Any, num_cores: int, adapts: bool = True) -> tuple[
     """Return the threads that the engine's model starts with, and how they change."""
     import torch
 
+    from nemo_rl.host.threads import set_threads
     from nemo_rl.optimizations import vllm
 
     runner = engine._engine.model_executor.driver_worker.model_runner
     before = torch.get_num_threads()
-    vllm.set_threads(1)
+    set_threads(1)
     choice = vllm.start_threads(runner.get_model(), runner.model_config, num_cores, adapts=adapts)
     found = torch.get_num_threads()
-    vllm.set_threads(before)
+    set_threads(before)
     if choice is None:
         return found, "as they are"
     return found, "two for prompts" if choice._decodes_on_one else "two for all"
@@ -154,7 +156,8 @@ def products_differ(engine: Any, shape: tuple[int, int]) -> bool:
     import torch
     from vllm import _custom_ops
 
-    from nemo_rl.optimizations.vllm import packing_threads, set_threads
+    from nemo_rl.host.threads import set_threads
+    from nemo_rl.optimizations.vllm import packing_threads
 
     before = torch.get_num_threads()
     generator = torch.Generator().manual_seed(1)
