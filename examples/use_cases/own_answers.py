@@ -3,7 +3,7 @@ r"""Make pairs for DPO of a model's own answers: a right answer is preferred to 
 uv run --extra cpu python examples/use_cases/own_answers.py EVALUATION ROWS FILE
 
 EVALUATION  folder of an evaluation (`eval.save_path`) with several answers to each prompt
-ROWS        the file that the evaluation read its prompts from (`data.data_path`)
+ROWS        the file of the evaluation's prompts (`data.data_path`), without `data.max_samples`
 FILE        {"prompt": "Name one of the jobs. Answer with one word.", "chosen": "doctor", "rejected": "A doctor is ..."}
 """
 
@@ -33,6 +33,8 @@ def pairs(answers: Iterable[Row], prompts: Sequence[str]) -> Iterable[dict[str, 
     """
     graded: dict[int, dict[float, list[str]]] = defaultdict(lambda: {1.0: [], 0.0: []})
     for answer in answers:
+        if prompts[answer["idx"]] not in answer["prompt"]:
+            raise SystemExit(f"The evaluation read other rows: its prompt {answer['idx']} is {answer['prompt']!r}.")
         if answer["outcome"] == "finished":
             graded[answer["idx"]][answer["reward"]].append(answer["response"])
     for index, texts in graded.items():
