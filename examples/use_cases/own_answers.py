@@ -31,14 +31,14 @@ def pairs(answers: Iterable[Row], prompts: Sequence[str]) -> Iterable[dict[str, 
         answers: records of the evaluation.
         prompts: by the index of a record.
     """
-    graded: dict[int, dict[float, list[str]]] = defaultdict(lambda: {1.0: [], 0.0: []})
+    graded: dict[int, dict[bool, list[str]]] = defaultdict(lambda: {True: [], False: []})
     for answer in answers:
         if prompts[answer["idx"]] not in answer["prompt"]:
             raise SystemExit(f"The evaluation read other rows: its prompt {answer['idx']} is {answer['prompt']!r}.")
         if answer["outcome"] == "finished":
-            graded[answer["idx"]][answer["reward"]].append(answer["response"])
+            graded[answer["idx"]][answer["reward"] >= 1.0].append(answer["response"])
     for index, texts in graded.items():
-        for chosen, rejected in zip(texts[1.0], texts[0.0], strict=False):
+        for chosen, rejected in zip(texts[True], texts[False], strict=False):
             yield {"prompt": prompts[index], "chosen": chosen, "rejected": rejected}
 
 

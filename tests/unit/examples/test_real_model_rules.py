@@ -1,4 +1,4 @@
-"""The rewards of the use cases with a real model, on answers that are graded by hand."""
+"""The rewards and data of the use cases with a real model, on answers that are graded by hand."""
 
 import json
 import sys
@@ -9,8 +9,11 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "examples/use_cases"))
 
+import gsm8k  # noqa: E402
 import instructions  # noqa: E402
+import own_answers  # noqa: E402
 import word_problems  # noqa: E402
+from parts import write_parts  # noqa: E402
 
 ROW = {"topic": "the moon", "items": "animals", "word": "water", "count": 3}
 
@@ -80,7 +83,7 @@ def test_answers_that_do_not(rule: str, answer: str) -> None:
 
 
 def test_validation_has_topics_lists_words_and_keys_of_its_own(tmp_path: Path) -> None:
-    instructions.main([str(tmp_path)])
+    write_parts(instructions.make_rows, [str(tmp_path)])
     train, validation = (
         [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
         for name in ("train", "validation")
@@ -123,3 +126,43 @@ def test_problems_have_the_answers_that_their_numbers_give() -> None:
         assert int(row["answer"]) > 0
     validation = word_problems.make_rows(600, 1, 1)
     assert not {row["prompt"] for row in rows} & {row["prompt"] for row in validation}
+
+
+def test_worked_answers_lose_the_marks_of_the_calculator() -> None:
+    answer = "He sold 48/2 = <<48/2=24>>24 clips.\nIn all 48+24 = <<48+24=72>>72.\n#### 72"
+    assert gsm8k.worked(answer) == "He sold 48/2 = 24 clips.\nIn all 48+24 = 72.\nThe answer is 72."
+
+
+def test_gsm8k_is_read_from_local_files(tmp_path: Path) -> None:
+    for part, count in (("train", 3), ("test", 200)):
+        rows = [
+            json.dumps({"question": f"{part} {row}?", "answer": f"So <<1+1=2>>2.\n#### {row}"}) for row in range(count)
+        ]
+        (tmp_path / f"{part}.jsonl").write_text("\n".join(rows))
+    gsm8k.main([str(tmp_path / "rows"), "--source", str(tmp_path)])
+    train, validation = ((tmp_path / f"rows/{name}.jsonl").read_text().splitlines() for name in ("train", "validation"))
+    assert (len(train), len(validation)) == (3, 128)
+    assert json.loads(train[1]) == {"input": "train 1?", "output": "So 2.\nThe answer is 1."}
+
+
+def answer_of(index: int, reward: float | None, response: str, outcome: str = "finished") -> dict[str, Any]:
+    prompt = f"<user>{'ab'[index]}?<assistant>"
+    return {"idx": index, "prompt": prompt, "reward": reward, "response": response, "outcome": outcome}
+
+
+def test_pairs_are_of_right_and_wrong_answers_to_one_prompt() -> None:
+    answers = [
+        answer_of(0, 1.0, "right"),
+        answer_of(0, 0.0, "wrong"),
+        answer_of(0, 0.0, "wrong too"),
+        answer_of(0, 1.0, "right but long", "truncated"),
+        answer_of(0, None, "not graded", "reward_error"),
+        answer_of(1, 1.0, "right"),
+    ]
+    pair = {"prompt": "a?", "chosen": "right", "rejected": "wrong"}
+    assert list(own_answers.pairs(answers, ["a?", "b?"])) == [pair]
+
+
+def test_answers_to_other_prompts_are_refused() -> None:
+    with pytest.raises(SystemExit, match="read other rows"):
+        list(own_answers.pairs([answer_of(0, 1.0, "right")], ["b?", "a?"]))
