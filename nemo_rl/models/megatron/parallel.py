@@ -11,7 +11,7 @@ release of Megatron Core. Other releases are refused, because a missed place may
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
@@ -29,6 +29,7 @@ from nemo_rl.distributed.ranks.collectives import Group
 from nemo_rl.distributed.ranks.process_group import collective_timeout
 from nemo_rl.models.megatron.inputs import TokenDivision
 from nemo_rl.models.megatron.release import require_megatron_core
+from nemo_rl.models.training.tensor_checks import parts_to_sum
 from nemo_rl.utils.errors import ConfigError
 
 _CPU = torch.device("cpu")
@@ -53,6 +54,7 @@ def replace_cuda() -> None:
     importlib.import_module("megatron.core.jit").disable_jit_fuser()
     _replace_random_state()
     _replace_split_sizes()
+    _replace_norm()
     for name in _NAMES_CUDA:
         module: Any = importlib.import_module(f"megatron.core.{name}")
         module.torch = _TorchOnCpu()
@@ -165,6 +167,18 @@ def _replace_split_sizes() -> None:
         return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
     dispatcher.maybe_move_tensor_to_cpu = to_host
+
+
+def _replace_norm() -> None:
+    """Compute the gradient norm from parts of tensors, because CPUs round long sums (`parts_to_sum`)."""
+    clipping: Any = importlib.import_module("megatron.core.optimizer.clip_grads")
+    whole = clipping.l2_norm_impl
+
+    def norm_of_parts(chunk_size: int, overflow: Tensor, lists: Sequence[Sequence[Tensor]], *more: Any) -> Any:
+        parts = [[part for tensor in tensors for part in parts_to_sum(tensor)] for tensors in lists]
+        return whole(chunk_size, overflow, parts, *more)
+
+    clipping.l2_norm_impl = norm_of_parts
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,20 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(given[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
+_LONGEST_SUM = 1 << 18
+"""Number of elements that a CPU adds in one float32 sum."""
+
+
+def parts_to_sum(tensor: Tensor) -> Sequence[Tensor]:
+    """Cut a long tensor, because a CPU adds all its squares in few float32 sums, which round small ones off.
+
+    For an embedding of 49,152 tokens and 576 features, this makes the norm 0.2 percent too small on one thread.
+    """
+    if tensor.device.type != "cpu" or tensor.numel() <= _LONGEST_SUM:
+        return [tensor]
+    return tensor.flatten().split(_LONGEST_SUM)
+
+
 _CHUNK = 1 << 20
 """Number of elements that are processed at a time, which limits the temporary memory to a few int64 copies of them."""
 _NUM_SKETCHES = 4

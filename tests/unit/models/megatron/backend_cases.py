@@ -13,7 +13,9 @@ from torch import Tensor
 from witness import difference, global_tensors, largest_gradient_difference
 
 from nemo_rl.distributed.parallel_logprobs import TopK
+from nemo_rl.host.threads import on_threads
 from nemo_rl.models.huggingface.layers import recorded_outputs
+from nemo_rl.models.megatron import parallel
 from nemo_rl.models.training.inputs import (
     InputLayout,
     ModelInputs,
@@ -203,6 +205,17 @@ def biases_after_an_update(rate: float) -> float:
     moved = [(tensor - before[name]).abs().max().item() for name, tensor in named if name in before]
     assert moved, "the model has such biases"
     return max(moved)
+
+
+def norm_of_a_large_embedding() -> tuple[float, float]:
+    """Return the gradient norm of an embedding of 49,152 tokens and 576 features, and its value in float64."""
+    from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
+
+    gradient = torch.randn(49_152, 576, generator=torch.Generator().manual_seed(0))
+    want = sum(rows.double().square().sum().item() for rows in gradient.split(4096)) ** 0.5
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    with parallel.cuda_names(), on_threads(1):
+        return float(get_grad_norm_fp32([gradient], 2, alone)), want
 
 
 def auxiliary_norm(values: dict[str, Any]) -> float:

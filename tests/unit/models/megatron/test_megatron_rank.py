@@ -85,6 +85,7 @@ def on_one_rank(rank: int, world: int) -> dict[str, Any]:
         "bias moved": backend_cases.biases_after_an_update(1e-3),
         "auxiliary": backend_cases.auxiliary_norm({}),
         "nothing": backend_cases.nothing_scored(mesh_parity.model("llama")),
+        "embedding": backend_cases.norm_of_a_large_embedding(),
         "few": [backend_cases.norm_in_parts({}, bounds) for bounds in FEW],
         "rates": {name: rates(**values) for name, values in SCHEDULES.items()},
         "contradiction": contradiction(),
@@ -175,6 +176,11 @@ def test_interleaved_stages_accept_fewer_microbatches_than_stages(found: dict[st
 
 def test_a_rank_with_nothing_to_score_takes_part(found: dict[str, Any]) -> None:
     assert found["two"][0]["nothing"] == pytest.approx(found["one"]["nothing"], rel=1e-5)
+
+
+def test_the_norm_of_a_large_embedding_is_exact(found: dict[str, Any]) -> None:
+    norm, want = found["one"]["embedding"]
+    assert norm == pytest.approx(want, rel=1e-5)
 
 
 def test_a_stage_does_not_wait_forever(found: dict[str, Any]) -> None:
