@@ -18,7 +18,6 @@ from torch.optim.lr_scheduler import ConstantLR, LRScheduler, SequentialLR
 
 from nemo_rl.config import OptimizerConfig, PolicyConfig, SchedulerConfig, SchedulerMilestones
 from nemo_rl.config.schema.model.policy import SchedulerList
-from nemo_rl.models.training.tensor_checks import parts_to_sum
 from nemo_rl.utils.errors import ConfigError, did_you_mean
 from nemo_rl.utils.imports import import_dotted
 
@@ -285,6 +284,8 @@ def total_norm(gradients: Sequence[Tensor], sum_over_stages: SumOverStages | Non
 def _square_sum(group: list[Tensor]) -> Tensor:
     """Sum the squares over all ranks, for gradients that share mesh and placements."""
     from torch.distributed.tensor import DTensor
+
+    from nemo_rl.models.training.tensor_checks import parts_to_sum
 
     first = group[0]
     local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in group]
