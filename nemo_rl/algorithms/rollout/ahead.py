@@ -220,9 +220,8 @@ _ORDERS: Mapping[str, Callable[[OpenGroup], tuple[int, ...]]] = {
 def groups_of_step(groups: Sequence[OpenGroup], count: int, step: int, order: str) -> list[OpenGroup]:
     """Choose the groups that a step takes from all open groups. Chosen groups may still be running.
 
-    Each later step takes `count` groups too. Therefore the steps after this one up to step d can take only `count * (d
-    - step)` of the groups whose last step is d or earlier, and this step has to take the rest. The remaining groups of
-    the step are chosen by `order` (`overlap.order`).
+    Later steps take `count` groups each. Up to step d they can take `count * (d - step)` of the groups whose last step
+    is at most d, so this step has to take the rest of these groups. `order` (`overlap.order`) chooses its other groups.
     """
     ranked = sorted(groups, key=_ORDERS[order])
     chosen: dict[OpenGroup, None] = {}

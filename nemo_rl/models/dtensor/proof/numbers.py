@@ -1,4 +1,4 @@
-"""Compute the numbers that a proof compares: loss, scores, gradients and their norm, of one process and of a mesh.
+"""Compute the loss, scores, gradients and gradient norm that a proof compares, of one process and of a mesh.
 
 One process scores each row separately, unpadded, with the model's own forward and its own attention. The ranks run
 `DTensorBackend` with all settings of the policy section, on microbatches in the layout of a run.
@@ -7,7 +7,7 @@ Invariant: every gradient of the one process is compared with the gradient of th
 
 Both sides compute in float64 if the architecture supports it. Norms, softmax, routers and rotary embeddings usually
 compute in float32 for any dtype of the model. Their rounding depends on the order of sums and would hide errors below
-1e-5. `in_float64` replaces float32 in this code too, and in float64 the rounding is 1e-12.
+1e-5. `in_float64` makes this code compute in float64, whose rounding is 1e-12.
 """
 
 import math
@@ -42,10 +42,10 @@ _CPU = torch.device("cpu")
 _LENGTHS = ((13, 9), (7, 11, 6))
 """Length in tokens of each row of each microbatch; microbatches differ in shape, and rows are longer than a window."""
 _ALIKE = 6
-"""Number of tokens of the prompt with which all rows of a microbatch begin."""
+"""Number of tokens of the prompt that all rows of a microbatch share."""
 _NEGLIGIBLE = 1e-3
-"""A difference is divided by the largest number of its gradient, but at least by this fraction of the model's largest
-gradient. The true gradient of some parameters (biases of keys) is zero, so the computed one consists of rounding."""
+"""A difference is divided by the largest element of its gradient, but at least by this fraction of the model's largest
+gradient. The true gradient of some parameters (biases of keys) is zero, so the computed gradient is only rounding."""
 _ADAPTED = 0.1
 
 
