@@ -62,7 +62,7 @@ class VerifiersEnvironment(EnvironmentInterface[dict[str, Any]]):
 
     @classmethod
     def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
-        """See `EnvironmentInterface.check_section`. It loads the environment, which has the rows, if data is read."""
+        """Check the section, and load the environment with its rows if data is read."""
         if tokenizer is not None:
             _loaded(VerifiersConfig.build(**section))
 

@@ -100,10 +100,10 @@ class PreferenceDatumSpec(TypedDict):
     margin: NotRequired[float]
     """Difference of rewards by which the chosen conversation should lead."""
     row_inputs_chosen: NotRequired[RowInputs]
-    """See `DatumSpec.row_inputs`; the inputs of `message_log_chosen`."""
+    """Further inputs of `message_log_chosen`, as in `DatumSpec.row_inputs`."""
     row_inputs_rejected: NotRequired[RowInputs]
     fault: NotRequired[str]
-    """See `DatumSpec.fault`."""
+    """Reason why the row cannot be used, as in `DatumSpec.fault`."""
 
 
 class FeedbackDatumSpec(DatumSpec):

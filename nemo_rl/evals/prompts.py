@@ -297,14 +297,14 @@ class GivenPrompts:
         return len(self._rows)
 
     def batch(self, start: int, stop: int) -> BatchedDataDict[Any]:
-        """See `EvaluationPrompts`."""
+        """Collate the prompts from `start` up to `stop`."""
         unnamed = {"task_name": self._env_name}
         data: list[Any] = [unnamed | dict(self._rows[index]) for index in range(start, stop)]
         return rl_collate_fn(data)
 
     @property
     def data_sets(self) -> list[RowsWithPlace]:
-        """See `EvaluationPrompts`."""
+        """The data sets whose rows are evaluated."""
         return self._rows.parts
 
     def topic(self, index: int) -> str | None:
@@ -371,7 +371,7 @@ class EvalPrompts:
 
     @property
     def data_sets(self) -> list[RowsWithPlace]:
-        """See `EvaluationPrompts`."""
+        """The data set whose rows are evaluated."""
         return [self._data]
 
     def topic(self, index: int) -> str | None:

@@ -83,7 +83,7 @@ class AnswerRecord:
     reasoning: str | None = None
     """Reasoning that the model's server has separated from the response, or None if there is none."""
     agent_counts: dict[str, float] = field(default_factory=dict)
-    """See `Trajectory.agent_counts`."""
+    """Counts of events between program and endpoint (`Trajectory.agent_counts`)."""
 
     @property
     def is_correct(self) -> bool:

@@ -174,7 +174,7 @@ class TokenLoss:
         global_valid_seqs: Tensor | float,
         global_valid_toks: Tensor | float,
     ) -> tuple[Tensor, LossMetrics]:
-        """See `LossFunction`. The metrics are `loss` and `nll`, the negative log-likelihood.
+        """Compute the loss. The metrics are `loss` and `nll`, the negative log-likelihood.
 
         Raises:
             ValueError: The result of `per_token` has another shape than the log-probabilities.

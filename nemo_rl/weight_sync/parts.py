@@ -212,11 +212,11 @@ class ReadableWeights:
         self.device = device
 
     def described(self) -> Sequence[Held]:
-        """See `HeldWeights.described`."""
+        """Describe the tensors (`HeldWeights.described`)."""
         return [weight.held for weight in self._weights]
 
     def values(self) -> Iterator[list[torch.Tensor]]:
-        """See `HeldWeights.values`."""
+        """Return the values of the tensors (`HeldWeights.values`)."""
         for weight in self._weights:
             yield weight.read()
         self._finish()
@@ -239,14 +239,14 @@ class WholeWeights:
         self.device = device
 
     def described(self) -> Sequence[Held]:
-        """See `HeldWeights.described`."""
+        """Describe the tensors (`HeldWeights.described`)."""
         if not self._described:
             named = enumerate(self._iterate())
             self._described = [_whole(name, tensor, number) for number, (name, tensor) in named]
         return self._described
 
     def values(self) -> Iterator[list[torch.Tensor]]:
-        """See `HeldWeights.values`."""
+        """Return the values of the tensors (`HeldWeights.values`)."""
         for _, tensor in self._iterate():
             yield [tensor]
 

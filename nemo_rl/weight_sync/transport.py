@@ -174,7 +174,7 @@ class SharedMemorySender:
         self._buffers: dict[int, SharedBuffer] = {}
 
     def buffer(self, num_bytes: int, index: int) -> torch.Tensor:
-        """See `SenderTransport.buffer`. A larger buffer is new memory, so that mappings of the old one stay valid."""
+        """Return the buffer. A larger one is new memory, so that mappings of the old one stay valid."""
         slot = index % _NUM_BUFFERS
         held = self._buffers.get(slot)
         if held is None or held.flat.numel() < num_bytes:
@@ -205,7 +205,7 @@ class SharedMemoryReceiver:
         self._mappings: dict[int, tuple[MemoryHandle, torch.Tensor]] = {}
 
     def receive(self, bucket: Bucket) -> torch.Tensor:
-        """See `ReceiverTransport.receive`.
+        """Receive a bucket of weights (`ReceiverTransport.receive`).
 
         Raises:
             WeightSyncError: the sender has no memory on this host, or it cannot be opened from here.
@@ -272,7 +272,7 @@ class CudaIpcSender:
         self._buffers: dict[int, _ExportedBuffer] = {}
 
     def buffer(self, num_bytes: int, index: int) -> torch.Tensor:
-        """See `SenderTransport.buffer`. The buffer is on this rank's GPU."""
+        """Return the buffer for a bucket, which is on this rank's GPU (`SenderTransport.buffer`)."""
         slot = index % _NUM_BUFFERS
         held = self._buffers.get(slot)
         if held is None or held.flat.numel() < num_bytes:
@@ -303,7 +303,7 @@ class CudaIpcReceiver:
         self._mappings: dict[int, tuple[int, torch.Tensor]] = {}
 
     def receive(self, bucket: Bucket) -> torch.Tensor:
-        """See `ReceiverTransport.receive`.
+        """Receive a bucket of weights (`ReceiverTransport.receive`).
 
         Raises:
             WeightSyncError: no trainer rank runs on this engine's GPU, or its memory cannot be opened.
@@ -465,7 +465,7 @@ class CollectiveSender:
         self._buffers: dict[int, torch.Tensor] = {}
 
     def buffer(self, num_bytes: int, index: int) -> torch.Tensor:
-        """See `SenderTransport.buffer`."""
+        """Return the buffer for a bucket (`SenderTransport.buffer`)."""
         held = self._buffers.get(index % 2)
         if held is None or held.numel() < num_bytes:
             held = torch.empty(num_bytes, dtype=torch.uint8, device=self._spec.device)
@@ -493,7 +493,7 @@ class CollectiveReceiver:
         self._member = GroupMember(spec, rank)
 
     def receive(self, bucket: Bucket) -> torch.Tensor:
-        """See `ReceiverTransport.receive`. The call waits until the trainer sends."""
+        """Receive a bucket, after waiting until the trainer sends (`ReceiverTransport.receive`)."""
         flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._spec.device)
         self._member.broadcast(flat)
         return flat

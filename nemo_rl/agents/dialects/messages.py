@@ -192,7 +192,7 @@ class Messages:
     path = "/v1/messages"
 
     def read(self, body: Body, memory: SessionMemory) -> CallRequest:
-        """See `Dialect.read`."""
+        """Read a request in this form (`Dialect.read`)."""
         fields = Fields(body)
         _refuse_unsupported(fields)
         if not fields.has("max_tokens"):
@@ -215,7 +215,7 @@ class Messages:
     def response(
         self, body: Body, request: CallRequest, answers: Sequence[CallAnswer], memory: SessionMemory
     ) -> Mapping[str, Any]:
-        """See `Dialect.response`."""
+        """Return the response to a request (`Dialect.response`)."""
         (answer,) = answers
         return {
             "id": f"msg_{answer.id}",
@@ -232,13 +232,13 @@ class Messages:
     def events(
         self, body: Body, request: CallRequest, answers: Sequence[CallAnswer], memory: SessionMemory
     ) -> Iterator[Event]:
-        """See `Dialect.events`."""
+        """Yield the events of a streamed response (`Dialect.events`)."""
         message = self.response(body, request, answers, memory)
         for data in _stream(message):
             yield Event(data, data["type"])
 
     def error(self, error: CallError) -> Mapping[str, Any]:
-        """See `Dialect.error`."""
+        """Return the body of an error (`Dialect.error`)."""
         default = "api_error" if error.status >= 500 else "invalid_request_error"
         kind = _ERROR_TYPES.get(error.status, default)
         return {"type": "error", "error": {"type": kind, "message": error.message}}

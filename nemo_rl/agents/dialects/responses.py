@@ -201,7 +201,7 @@ class Responses:
     path = "/v1/responses"
 
     def read(self, body: Body, memory: SessionMemory) -> CallRequest:
-        """See `Dialect.read`.
+        """Read a request in this form (`Dialect.read`).
 
         Raises:
             CallError: also with status 404 if the session has no response with the id `previous_response_id`.
@@ -223,7 +223,7 @@ class Responses:
     def response(
         self, body: Body, request: CallRequest, answers: Sequence[CallAnswer], memory: SessionMemory
     ) -> Mapping[str, Any]:
-        """See `Dialect.response`."""
+        """Return the response to a request (`Dialect.response`)."""
         (answer,) = answers
         response = _response(body, request, answer)
         if body.get("store") is not False:
@@ -234,11 +234,11 @@ class Responses:
     def events(
         self, body: Body, request: CallRequest, answers: Sequence[CallAnswer], memory: SessionMemory
     ) -> Iterator[Event]:
-        """See `Dialect.events`."""
+        """Yield the events of a streamed response (`Dialect.events`)."""
         yield from _stream_events(dict(self.response(body, request, answers, memory)))
 
     def error(self, error: CallError) -> Mapping[str, Any]:
-        """See `Dialect.error`."""
+        """Return the body of an error (`Dialect.error`)."""
         return error_body(error)
 
 

@@ -139,7 +139,7 @@ class AgentPlayer:
     limits: RolloutLimits
     """Limits of a sample."""
     text_rules: TextRules
-    """See `RolloutRunner`."""
+    """Rules for control tokens in texts, as in `RolloutRunner`."""
     config: AgentEndpointConfig
     """The endpoint's section."""
     _endpoint: AgentEndpoint | None = field(default=None, init=False)

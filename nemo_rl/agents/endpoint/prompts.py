@@ -44,11 +44,11 @@ class PromptRenderer:
     tokenizer: TokenizerType
     """Tokenizer that renders and encodes."""
     text_rules: TextRules
-    """See `RolloutRunner`."""
+    """Rules for control tokens in texts, as in `RolloutRunner`."""
     longest: int
     """Largest number of tokens of a prompt. Of a longer prompt, only a part is encoded, which is still too long."""
     history: Literal["keep", "template"]
-    """See `SessionSettings.history`."""
+    """How a session treats its history (`SessionSettings.history`)."""
     counts: Counter[str]
     """Counts. `unlike_template` is the number of requests whose kept tokens differ from the rendering of the whole
     history by the chat template, and `new_trees` the number of requests for which a new tree was started."""

@@ -193,7 +193,7 @@ class CallParts:
     tokenizer: TokenizerType
     """Tokenizer that renders and encodes."""
     text_rules: TextRules
-    """See `RolloutRunner`."""
+    """Rules for control tokens in texts, as in `RolloutRunner`."""
     limits: RolloutLimits
     """Limits of the sample."""
     sampling: SamplingParams

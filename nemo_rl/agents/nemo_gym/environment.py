@@ -108,7 +108,7 @@ class GymProgram(AgentProgram):
         self._log = Path(section.log_dir, RESULTS_FILE) if section.logs_results else None
 
     async def run(self, task: AgentTask) -> AgentResult:
-        """See `AgentProgram.run`. The first rollout starts the servers, for which its deadline is extended."""
+        """Run a program. The first rollout starts the servers, which extends its deadline."""
         row = task.row.get(GYM_ROW)
         if row is None:
             raise AgentError("the row is none of NeMo Gym; use dataset_name: NemoGymDataset")
@@ -181,7 +181,7 @@ class NemoGym(ProgramEnvironment):
 
     @classmethod
     def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
-        """See `EnvironmentInterface.check_section`. It checks the command that starts the servers, and the parsers."""
+        """Check the command of the servers, and the parsers (`EnvironmentInterface.check_section`)."""
         cfg = NemoGymConfig.of(section)
         if cfg.config_paths:
             find_program(cfg)

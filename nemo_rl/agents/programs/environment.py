@@ -244,7 +244,7 @@ class AgentEnvironment(ProgramEnvironment):
 
     @classmethod
     def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
-        """See `EnvironmentInterface.check_section`. It checks the program, its grader and its parsers."""
+        """Check the program, its grader and its parsers (`EnvironmentInterface.check_section`)."""
         cfg = AgentEnvironmentConfig.of(section)
         if cfg.program is not None:
             find_program(cfg.program, cfg.kwargs)  # the user's class is constructed only in the environment's process

@@ -103,7 +103,7 @@ class ServiceProgram(AgentProgram):
         self._poster = TaskPoster(_LARGEST_RESPONSE)
 
     async def run(self, task: AgentTask) -> AgentResult:
-        """See `AgentProgram.run`. The request is repeated if the service cannot be reached or refuses for now."""
+        """Run a program (`AgentProgram.run`). A request is repeated if the service is temporarily unavailable."""
         try:
             body = json.dumps(task.as_json).encode()
         except (TypeError, ValueError) as error:

@@ -189,7 +189,7 @@ class MixedPromptStream:
         return self._num_batches // self.batches_per_epoch
 
     def next_batch(self) -> PromptBatch:
-        """See `Prompts.next_batch`."""
+        """Draw the next batch of prompts (`Prompts.next_batch`)."""
         while len(self._waiting) < self._batch_size and self.epoch < self._max_epochs:
             self._draw()
         if not self._waiting:
@@ -202,7 +202,7 @@ class MixedPromptStream:
         return self._prepared(taken, counted={position.row for position in taken if position in self._restored})
 
     def acknowledge(self, positions: Iterable[PromptPosition]) -> None:
-        """See `Prompts.acknowledge`."""
+        """Mark prompts as trained on or dropped (`Prompts.acknowledge`)."""
         for position in positions:
             if position not in self._outstanding or position in self._waiting:
                 raise ValueError(
@@ -212,11 +212,11 @@ class MixedPromptStream:
             del self._outstanding[position]
 
     def finish_step(self, step: int, rewards: GroupRewards) -> None:
-        """See `Prompts.finish_step`."""
+        """Note that a step was trained on (`Prompts.finish_step`)."""
         self._curriculum.finish_step(step, [(self._name(position), each) for position, each in rewards.items()])
 
     def metrics(self, rewards: GroupRewards) -> dict[str, float]:
-        """See `Prompts.metrics`.
+        """Return the metrics of the stream (`Prompts.metrics`).
 
         Each data set has `share/<name>` (of the step's prompts), `target_share/<name>` (before the step, by the rule),
         `epochs/<name>` (passes over its rows) and `recent_accuracy/<name>` (the moving average before the step). If the
@@ -235,11 +235,11 @@ class MixedPromptStream:
         return found | epochs | self._curriculum.metrics()
 
     def attach(self, name: str, part: StoredPart) -> None:
-        """See `Prompts.attach`."""
+        """Store and restore a part together with the position (`Prompts.attach`)."""
         self._parts.attach(name, part)
 
     def claim(self, positions: Iterable[PromptPosition]) -> None:
-        """See `Prompts.claim`."""
+        """Skip prompts whose groups a part has restored (`Prompts.claim`)."""
         for position in positions:
             if position not in self._waiting:
                 raise DataError(
@@ -250,7 +250,7 @@ class MixedPromptStream:
             del self._waiting[position]
 
     def prepare(self, positions: Sequence[PromptPosition]) -> PromptBatch:
-        """See `Prompts.prepare`."""
+        """Prepare claimed prompts again (`Prompts.prepare`)."""
         return self._prepared(positions, counted={position.row for position in positions})
 
     def state_dict(self) -> dict[str, Any]:
@@ -269,11 +269,11 @@ class MixedPromptStream:
         return state | unfinished_state(self._outstanding, self._parts)
 
     def check_position(self, state: dict[str, Any]) -> None:
-        """See `Prompts.check_position`."""
+        """Check that a stored position fits the data (`Prompts.check_position`)."""
         self._changes(state["loader"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Prompts.load_state_dict`.
+        """Move to a stored position (`Prompts.load_state_dict`).
 
         With `accept_changes`, each data set continues after the rows that the data set with the same name has provided.
         A new data set begins with its first epoch.

@@ -209,7 +209,7 @@ class PromptStream:
         return len(self._loader)
 
     def next_batch(self) -> PromptBatch:
-        """See `Prompts.next_batch`."""
+        """Draw the next batch of prompts (`Prompts.next_batch`)."""
         size = self._batch_size
         while not self._first and self.epoch < self._max_epochs:
             epoch = self.epoch
@@ -227,7 +227,7 @@ class PromptStream:
         return self._first_batch()
 
     def acknowledge(self, positions: Iterable[PromptPosition]) -> None:
-        """See `Prompts.acknowledge`."""
+        """Mark prompts as trained on or dropped (`Prompts.acknowledge`)."""
         for position in positions:
             if position not in self._outstanding:
                 self._move_after(position)
@@ -237,15 +237,15 @@ class PromptStream:
         """Do nothing, because the order of the prompts is fixed. See `Prompts.finish_step`."""
 
     def metrics(self, rewards: GroupRewards) -> dict[str, float]:
-        """See `Prompts.metrics`."""
+        """Return the metrics of the stream (`Prompts.metrics`)."""
         return {}
 
     def attach(self, name: str, part: StoredPart) -> None:
-        """See `Prompts.attach`."""
+        """Store and restore a part together with the position (`Prompts.attach`)."""
         self._parts.attach(name, part)
 
     def claim(self, positions: Iterable[PromptPosition]) -> None:
-        """See `Prompts.claim`."""
+        """Skip prompts whose groups a part has restored (`Prompts.claim`)."""
         for position in positions:
             while position not in self._first:
                 is_over = position.epoch < self.epoch or self.epoch >= self._max_epochs
@@ -255,7 +255,7 @@ class PromptStream:
             del self._first[position]
 
     def prepare(self, positions: Sequence[PromptPosition]) -> PromptBatch:
-        """See `Prompts.prepare`."""
+        """Prepare claimed prompts again (`Prompts.prepare`)."""
         rows = [position.row for position in positions]
         return PromptBatch(self._loader.prepare(rows, counted=set(rows)), list(positions))
 
@@ -267,11 +267,11 @@ class PromptStream:
         return self._position | unfinished_state(self._outstanding, self._parts)
 
     def check_position(self, state: dict[str, Any]) -> None:
-        """See `Prompts.check_position`."""
+        """Check that a stored position fits the data (`Prompts.check_position`)."""
         self._loader.check_position(state["loader"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Prompts.load_state_dict`."""
+        """Move to a stored position (`Prompts.load_state_dict`)."""
         self._changes = self._loader.check_position(state["loader"])
         self._loader.load_state_dict(state["loader"])
         self._iterator = None

@@ -72,7 +72,7 @@ class OwnMachine:
         self._load = MachineLoad(os.getpid())
 
     def __call__(self) -> dict[int, dict[str, float]]:
-        """See `Readings`."""
+        """Return the readings of this machine, with the index 0."""
         return {0: self._load.read()}
 
 
@@ -89,7 +89,7 @@ class ClusterNodes:
         self._open: dict[str, Any] = {}
 
     def __call__(self) -> dict[int, dict[str, float]]:
-        """See `Readings`. The result is empty after Ray was shut down, because a call would start it again."""
+        """Return the readings, or nothing after Ray was shut down, because a call would start it again."""
         if not ray.is_initialized():
             return {}
         living = [node.node_id for node in living_nodes()]

@@ -146,23 +146,23 @@ class EnvironmentTraits:
     options: Mapping[str, Any]
     """Ray options of the class's decorator."""
     post_processes_groups: bool = False
-    """See `EnvironmentInterface.post_processes_groups`."""
+    """Whether groups are post-processed one by one (`EnvironmentInterface.post_processes_groups`)."""
     is_async: bool = False
     """Whether `step` is a coroutine function."""
     steps_samples_alone: bool = False
     """Whether each sample is its own call of `step`."""
     reads_chat: bool = False
-    """See `EnvironmentInterface.reads_chat`."""
+    """Whether the prompt's messages are read (`EnvironmentInterface.reads_chat`)."""
     continues_episodes: bool = True
     """Whether an episode can continue in another process."""
     reads_token_ids: bool = False
-    """See `EnvironmentInterface.reads_token_ids`."""
+    """Whether token ids are read (`EnvironmentInterface.reads_token_ids`)."""
     pooled: bool = False
-    """See `EnvironmentInterface.pooled`."""
+    """Whether several actors may run the environment (`EnvironmentInterface.pooled`)."""
     calls_own_code: bool = False
-    """See `EnvironmentInterface.calls_own_code`."""
+    """Whether functions of the user are called (`EnvironmentInterface.calls_own_code`)."""
     runs_agents: bool = False
-    """See `EnvironmentInterface.runs_agents`."""
+    """Whether `step` runs a program that samples itself (`EnvironmentInterface.runs_agents`)."""
 
 
 @dataclass(frozen=True)

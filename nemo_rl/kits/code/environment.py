@@ -84,7 +84,7 @@ class CodeEnvironment(EnvironmentInterface[CodeEnvMetadata]):
 
     @classmethod
     def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
-        """See `EnvironmentInterface.check_section`. The method checks that this machine supports a sandbox."""
+        """Check that this machine supports a sandbox (`EnvironmentInterface.check_section`)."""
         Sandbox(mechanism=CodeEnvironmentConfig.of(section).sandbox).close()
 
     async def step(  # type: ignore[override]  # the interface allows coroutine functions

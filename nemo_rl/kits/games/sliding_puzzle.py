@@ -275,7 +275,7 @@ class SlidingPuzzleEnv(GameEnvironment):
 
     @classmethod
     def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
-        """See `EnvironmentInterface.check_section`. The method generates a board of each split."""
+        """Check the section by generating a board of each split (`EnvironmentInterface.check_section`)."""
         cls(section)
 
 

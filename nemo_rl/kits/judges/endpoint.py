@@ -39,11 +39,11 @@ class Endpoint(JudgeModel):
         )
 
     def body(self, prompt: str) -> dict[str, Any]:
-        """See `JudgeModel.body`. The request also has the extra fields of the configuration."""
+        """Return the fields of a request, including the configured extra fields (`JudgeModel.body`)."""
         return {**super().body(prompt), **self._config.extra_body}
 
     async def ask(self, body: Mapping[str, Any], attempt: int = 0) -> JudgeText:
-        """See `JudgeModel.ask`.
+        """Ask the judge (`JudgeModel.ask`).
 
         Raises:
             JudgeError: the endpoint cannot be reached, takes too long, refuses, or answers with something else than a

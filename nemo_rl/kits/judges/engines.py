@@ -71,7 +71,7 @@ class JudgeEngines(JudgeModel):
             self._started = undo.pop_all()
 
     async def ask(self, body: Mapping[str, Any], attempt: int = 0) -> JudgeText:
-        """See `JudgeModel.ask`. Each attempt has its own seed.
+        """Ask the judge (`JudgeModel.ask`). Each attempt has its own seed.
 
         Raises:
             JudgeError: the request is too long, takes too long, or the engines have ended.

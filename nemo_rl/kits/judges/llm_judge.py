@@ -47,7 +47,7 @@ class LLMJudgeEnvironment(EnvironmentInterface[Any]):
 
     @classmethod
     def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
-        """See `EnvironmentInterface.check_section`. It checks the template, and the endpoint's key or the engines."""
+        """Check the template, and the endpoint's key or the engines."""
         cfg = LLMJudgeConfig.of(section)
         JudgePrompts(cfg)
         if cfg.engine is None:

@@ -49,7 +49,7 @@ class RewardModelEnvironment(EnvironmentInterface[Any]):
 
     @classmethod
     def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
-        """See `EnvironmentInterface.check_section`. It checks the switch, the model's head and the tokenizer."""
+        """Check the switch, the model's head and the tokenizer (`EnvironmentInterface.check_section`)."""
         cfg = RewardModelEnvironmentConfig.of(section)
         _require_enabled(cfg)
         if tokenizer is not None:

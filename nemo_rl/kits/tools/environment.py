@@ -111,7 +111,7 @@ class ToolEnvironment(EnvironmentInterface[ToolState]):
     def offered_tools(
         cls, section: ToolEnvironmentConfig, tokenizer: "TokenizerType", place: str
     ) -> list[dict[str, Any]]:
-        """See `EnvironmentInterface.offered_tools`. The method also checks that a parser fits the chat template."""
+        """Return the offered tools, after a check that a parser fits the chat template."""
         try:
             specs = make_toolbox(section).specs
             schemas = [spec.schema for spec in specs.values()]

@@ -50,7 +50,7 @@ class IsolatedTools(ToolSource):
         self._timeout_s = timeout_s
 
     async def open(self, metadata: Any) -> OpenTools:
-        """See `ToolSource.open`. A function's process starts with its first call.
+        """Open the tools (`ToolSource.open`). A function's process starts with its first call.
 
         Raises:
             ToolProcessError: the process did not start, or the class raised.
@@ -94,7 +94,7 @@ class _OpenIsolated(OpenTools):
             raise ToolProcessError(greeting["error"])
 
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolOutput:
-        """See `OpenTools.call`. Calls of one episode run one after another."""
+        """Call a tool (`OpenTools.call`). Calls of one episode run one after another."""
         request = {"tool": name, "arguments": arguments}
         async with self._turn:
             try:

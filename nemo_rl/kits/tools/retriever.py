@@ -136,7 +136,7 @@ class RAGEnvironment(EnvironmentInterface[dict[str, Any]]):
 
     @classmethod
     def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
-        """See `EnvironmentInterface.check_section`. It checks the grader, and the documents if data is read."""
+        """Check the grader, and the documents if data is read (`EnvironmentInterface.check_section`)."""
         cfg = RAGEnvironmentConfig.of(section)
         check_grader(cfg.grader, f"{place}.grader", tokenizer)
         if tokenizer is not None:

@@ -208,11 +208,11 @@ class _GatheredRow:
         return query, key, value
 
     def leave(self, out: Tensor) -> Tensor:
-        """Return this rank's output unchanged in shape (`DividedRow.leave`)."""
+        """Return the output unchanged, because each rank has its own queries (`DividedRow.leave`)."""
         return out
 
     def heads_of(self, per_head: Tensor) -> Tensor:
-        """Select entries of a per-head tensor (`DividedRow.heads_of`)."""
+        """Return all entries, because each rank has all heads (`DividedRow.heads_of`)."""
         return per_head
 
 

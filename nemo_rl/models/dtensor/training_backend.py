@@ -63,7 +63,7 @@ class DTensorTraining(FolderBackend):
             check_configuration(model)
 
     def accepted_rows(self, policy: PolicyConfig) -> AcceptedRows:
-        """See `TrainingBackend.accepted_rows`. Pipeline and context parallelism accept plain token ids only."""
+        """Return the accepted rows. Pipeline and context parallelism accept plain token ids only."""
         section = policy.training_backend or policy.dtensor_cfg
         sizes = {"pipeline": section.pipeline_parallel_size, "context": section.context_parallel_size}
         divided = [f"{name}_parallel_size={size}" for name, size in sizes.items() if size > 1]

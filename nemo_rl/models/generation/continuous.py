@@ -239,7 +239,7 @@ class ContinuousEngine(RowsEngine):
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
-        """See `SteppedEngine.step`. All tokens of an active row but the last one are in the cache."""
+        """Advance all rows (`SteppedEngine.step`). The cache has all tokens of a row but the last one."""
         is_full = self._make_room()
         rows = {row.request_id: row.token_ids[-1:] for row in self._active}
         rows |= {} if is_full else self._admitted()
@@ -283,7 +283,7 @@ class ContinuousEngine(RowsEngine):
             self.leave(finished)
 
     def finish_loading(self, *, changed: bool) -> list[str]:
-        """See `SteppedEngine.finish_loading`. Unfinished rows are read again."""
+        """Activate the loaded weights. Unfinished rows are read again (`SteppedEngine.finish_loading`)."""
         unbound = self.put_in_force()
         if changed:
             self.clear()

@@ -478,7 +478,7 @@ class EngineGroup(GenerationInterface):
         return load_metrics(loads)
 
     def describe_open(self) -> str:
-        """See `GenerationInterface.describe_open`. The text includes the stacks of the workers."""
+        """Describe the engines with open requests, including the stacks of their workers."""
         lines = []
         for member in self._members:
             if member.unfinished:

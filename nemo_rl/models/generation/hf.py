@@ -80,13 +80,13 @@ class BatchedEngine(RowsEngine):
         return self.take_finished(written)
 
     def drop_finished(self) -> None:
-        """See `RowsEngine.drop_finished`. Rows stay in the batch until all of them are finished."""
+        """Keep finished rows in the batch until all rows are finished (`RowsEngine.drop_finished`)."""
         if all(row.finish_reason is not None for row in self._active):
             self._active, self._next_ids = [], None
             self.forget()
 
     def finish_loading(self, *, changed: bool) -> list[str]:
-        """See `SteppedEngine.finish_loading`. Unfinished rows are read again."""
+        """Activate the loaded weights. Unfinished rows are read again (`SteppedEngine.finish_loading`)."""
         unbound = self.put_in_force()
         if changed:
             self._active = [row for row in self._active if row.finish_reason is None]
@@ -118,7 +118,7 @@ class HfEngine(BatchedEngine):
         self._held: dict[str, torch.Tensor] = {}
 
     def add_request(self, request_id: str, request: GenerationRequest) -> None:
-        """See `SteppedEngine.add_request`. The model's body must have parameters for all inputs of the row."""
+        """Queue a request. The model's body must have parameters for all inputs of the row."""
         if request.row_inputs is not None:
             try:
                 require_parameters(body(self._model), request.row_inputs.argument_names)
@@ -181,7 +181,7 @@ class HfEngine(BatchedEngine):
         self._received, self._held = set(), {}
 
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """See `Engine.load_tensors`. Tensors that the model stores in another form are kept until all have arrived."""
+        """Load some of the new tensors. Those that are converted together are kept until all have arrived."""
         if converts(self._model):
             self._held |= {name: tensor.clone() for name, tensor in tensors}
         else:
@@ -197,7 +197,7 @@ class HfEngine(BatchedEngine):
             self._received.add(name)
 
     def put_in_force(self) -> list[str]:
-        """See `RowsEngine.put_in_force`. Tied parameters count once."""
+        """Complete the loaded weights, where tied parameters count once (`RowsEngine.put_in_force`)."""
         self._copy(in_memory(self._model, list(self._held), self._held.pop))
         expected = {name for name, _ in self._model.named_parameters()}
         return sorted(expected - self._received)

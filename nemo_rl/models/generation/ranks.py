@@ -355,25 +355,25 @@ class ServedRank:
             asyncio.get_running_loop().call_later(2 * _PATIENCE_S, os._exit, 1)
 
     async def generate(self, request_id: str, request: GenerationRequest) -> GenerationResult:
-        """See `Engine.generate`. Requests go to worker 0."""
+        """Raise an error, because only worker 0 gets requests (`Engine.generate`)."""
         raise NotImplementedError("Requests go to worker 0 of an engine.")
 
     async def abort(self, request_ids: Collection[str]) -> None:
-        """See `Engine.abort`."""
+        """Do nothing, because this rank has no requests (`Engine.abort`)."""
 
     async def begin_weight_update(self) -> None:
-        """See `Engine.begin_weight_update`."""
+        """Do nothing, because weights need no preparation here (`Engine.begin_weight_update`)."""
 
     async def finish_weight_update(self, version: int) -> list[str]:
-        """See `Engine.finish_weight_update`. By default worker 0 reports missing tensors of all ranks."""
+        """Return no names, because worker 0 reports missing tensors of all ranks by default."""
         return []
 
     async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
-        """See `Engine.layer_outputs`."""
+        """Return nothing, because worker 0 collects hidden states (`Engine.layer_outputs`)."""
         return []
 
     async def sleep(self) -> None:
-        """See `Engine.sleep`."""
+        """Do nothing by default (`Engine.sleep`)."""
 
     async def wake_up(self) -> None:
-        """See `Engine.wake_up`."""
+        """Do nothing by default (`Engine.wake_up`)."""

@@ -124,7 +124,7 @@ class SteppedEngine(ABC):
 
     @abstractmethod
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """See `Engine.load_tensors`."""
+        """Load some of the new tensors (`Engine.load_tensors`)."""
 
     @abstractmethod
     def finish_loading(self, *, changed: bool) -> list[str]:
@@ -138,15 +138,15 @@ class SteppedEngine(ABC):
 
     @abstractmethod
     async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
-        """See `Engine.layer_outputs`."""
+        """Return a prompt's hidden states after each layer (`Engine.layer_outputs`)."""
 
     @abstractmethod
     async def sleep(self) -> None:
-        """See `Engine.sleep`."""
+        """Free memory until `wake_up` (`Engine.sleep`)."""
 
     @abstractmethod
     async def wake_up(self) -> None:
-        """See `Engine.wake_up`."""
+        """Allocate memory again (`Engine.wake_up`)."""
 
     def weights_not_finite(self) -> list[str]:
         """Return the names of the weights that hold NaN or infinity. By default, return no names."""
@@ -157,11 +157,11 @@ class SteppedEngine(ABC):
         return None
 
     def decode(self, token_ids: list[int]) -> str | None:
-        """See `GenerationResult.text`."""
+        """Decode the text of a response (`GenerationResult.text`)."""
         return None
 
     def generate(self, request_id: str, request: GenerationRequest) -> asyncio.Future[GenerationResult]:
-        """See `Engine.generate`."""
+        """Accept a request, and return an awaitable response (`Engine.generate`)."""
         loop = asyncio.get_running_loop()
         self._busy_at = time.monotonic()
         answer: asyncio.Future[GenerationResult] = loop.create_future()
@@ -177,12 +177,12 @@ class SteppedEngine(ABC):
         return answer
 
     async def abort(self, request_ids: Collection[str]) -> None:
-        """See `Engine.abort`."""
+        """End requests with their tokens so far (`Engine.abort`)."""
         self._busy_at = time.monotonic()
         self._answer(self.remove_requests([id_ for id_ in request_ids if id_ in self._running]))
 
     async def responses_so_far(self, request_ids: Collection[str]) -> dict[str, ResponseSoFar]:
-        """See `Engine`. The state is read between two steps."""
+        """Return the tokens sampled so far by running requests, between two steps (see `Engine`)."""
         self._busy_at, found = time.monotonic(), {}
         for request_id in self._running.keys() & set(request_ids):
             sampled = self.sampled_so_far(request_id)
@@ -194,7 +194,7 @@ class SteppedEngine(ABC):
         return found
 
     async def begin_weight_update(self) -> None:
-        """See `Engine.begin_weight_update`."""
+        """Prepare for new weights (`Engine.begin_weight_update`)."""
         self._busy_at = time.monotonic()
         self._may_step.clear()
         self._before_update, self._in_force = self._in_force, None
@@ -202,7 +202,7 @@ class SteppedEngine(ABC):
         self.start_loading()
 
     async def finish_weight_update(self, version: int) -> list[str]:
-        """See `Engine.finish_weight_update`."""
+        """Activate the new weights (`Engine.finish_weight_update`)."""
         unbound = self.finish_loading(changed=version != self._before_update)
         self._version = self._in_force = version
         for request_id, running in self._running.items():

@@ -115,7 +115,7 @@ class MegatronBackend(TorchBackend):
         self._schedule = Schedule(self.chunks, scoring, self._division, watch, self._replay)
 
     def run(self, microbatches: Sequence[ModelInputs], forward_step: ForwardStep, *, backward: bool) -> None:
-        """See `PolicyBackend.run`. An update must follow each training pass before the next training pass.
+        """Run microbatches. An update must follow each training pass before the next training pass.
 
         The gradients in the buffers are summed over ranks at the end of a pass, so a second pass would sum those of the
         first pass again.
@@ -139,14 +139,14 @@ class MegatronBackend(TorchBackend):
             yield
 
     def update_metrics(self) -> dict[str, float]:
-        """See `PolicyBackend.update_metrics`. The metrics cover experts, replay, draft model and MTP layers."""
+        """Return the metrics of experts, replay, draft model and MTP layers for an update."""
         load = {} if self._load is None else self._load.end_update()
         draft = {} if self._draft is None else self._draft.end_passes()
         mtp = {} if self._mtp is None else self._mtp.end_update()
         return load | draft | mtp | ({} if self._replay is None else self._replay.counts.end_update())
 
     def clip_and_step(self) -> tuple[float, bool]:
-        """See `PolicyBackend.clip_and_step`. The update is dropped if the gradient is not finite."""
+        """Update the weights unless the clipped gradient is not finite (`PolicyBackend.clip_and_step`)."""
         assert self.optimizer is not None, "this policy was made without an optimizer"
         self._has_gradients = False
         if self._memory_level > 1:
@@ -163,7 +163,7 @@ class MegatronBackend(TorchBackend):
         return norm, stepped
 
     def weights_here(self) -> dict[str, Tensor]:
-        """See `PolicyBackend.weights_here`. The names are those of Megatron Core, in the order of the chunks."""
+        """Return this rank's weights by Megatron Core's names, in the order of the chunks."""
         from nemo_rl.models.megatron.model.build import unwrap
 
         self._optim.complete_weights(self.chunks)
@@ -175,7 +175,7 @@ class MegatronBackend(TorchBackend):
             self.scheduler.step(increment=1)
 
     def learning_rate(self) -> float:
-        """See `PolicyBackend.learning_rate`. The rate is 0 without an optimizer."""
+        """Return the current learning rate, or 0 without an optimizer."""
         return self._optim.learning_rate(self.optimizer) if self.optimizer is not None else 0.0
 
     @override
@@ -225,7 +225,7 @@ class MegatronBackend(TorchBackend):
         return tensor.detach().to("cpu", copy=True)
 
     def prepared(self, paths: CheckpointPaths, keep: Keep) -> Iterator[Write]:
-        """See `TorchBackend.prepared`. With LoRA the adapters are also written in the format of PEFT."""
+        """Yield the writes of a checkpoint. Adapters are also written in the format of PEFT."""
         from nemo_rl.models.megatron.checkpoints.run_state import prepared
         from nemo_rl.models.megatron.lora import save_adapter
 
@@ -249,7 +249,7 @@ class MegatronBackend(TorchBackend):
             load_draft(self._draft.head, self._draft.optimizer, paths)
 
     def decoder_layers(self) -> dict[str, nn.Module]:
-        """See `PolicyBackend.decoder_layers`.
+        """Return this stage's decoder layers by name (`PolicyBackend.decoder_layers`).
 
         Raises:
             ConfigError: the stages are interleaved. Their layers also run for microbatches that only fill a group.
@@ -275,7 +275,7 @@ class MegatronBackend(TorchBackend):
         return row.cpu()
 
     def move_optimizer_state(self, to_host: bool) -> None:
-        """See `PolicyBackend.move_optimizer_state`. It frees gradient buffers while the state is on the host."""
+        """Move the optimizer state. Gradient buffers are freed while the state is on the host."""
         if self._takes_turns and self.optimizer is not None and to_host != self._state_rests:
             for chunk in self.chunks:
                 if to_host:

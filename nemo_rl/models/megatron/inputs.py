@@ -75,9 +75,9 @@ class RankInputs:
     real_tokens: Tensor
     """`[b, t]` bool, False on padding."""
     unfiltered: bool = False
-    """See `ModelInputs`."""
+    """Whether to score without top-k and top-p, as in `ModelInputs`."""
     top_k: TopK | None = None
-    """See `ModelInputs`."""
+    """Selection of the largest logits, as in `ModelInputs`."""
     routed_experts: Tensor | None = None
     """`[b, t, L, k]` recorded experts of this rank's tokens; see `ModelInputs`."""
     further: tuple[FurtherTokens, ...] = ()

@@ -103,7 +103,7 @@ class Schedule:
         self._num_given = 0
 
     def run(self, microbatches: Sequence[RankInputs], forward_step: ForwardStep, *, backward: bool) -> None:
-        """See `PolicyBackend.run`. A training pass needs gradients of zero before it and an update after it."""
+        """Run microbatches. A training pass starts with zero gradients, and an update must follow it."""
         for chunk in self._chunks:
             chunk.train(backward)
         filled, self._num_given = self._filled(microbatches), len(microbatches)

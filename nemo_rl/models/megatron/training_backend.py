@@ -87,7 +87,7 @@ class MegatronTraining(FolderBackend):
         report_findings(chain(options, check_mtp(section, policy, model), adapters))
 
     def accepted_rows(self, policy: PolicyConfig) -> AcceptedRows:
-        """See `TrainingBackend.accepted_rows`. Rows hold token ids only."""
+        """Return that only rows of plain token ids are accepted (`TrainingBackend.accepted_rows`)."""
         return AcceptedRows("policy.megatron_cfg (Megatron Core)")
 
     @override

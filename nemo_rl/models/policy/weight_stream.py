@@ -37,7 +37,7 @@ class PolicyWeightStream:
         return self._policy.weight_version
 
     def held(self) -> AbstractContextManager[None]:
-        """See `Policy.held`."""
+        """Keep the weights unchanged during a block (`Policy.held`)."""
         return self._policy.held()
 
     @property

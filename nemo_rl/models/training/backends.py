@@ -337,7 +337,7 @@ class FolderBackend(TrainingBackend):
         )
 
     def export(self, weights: Path, target: Path, tokenizer_name: str | None = None, dtype: str | None = None) -> None:
-        """See `TrainingBackend.export`.
+        """Export a checkpoint as a Hugging Face folder (`TrainingBackend.export`).
 
         Raises:
             CheckpointError: the target already holds files, there is no tokenizer, a file of the weights is damaged, or
@@ -364,7 +364,7 @@ class FolderBackend(TrainingBackend):
         logger.info("Exported %s to %s.", source, target)
 
     def verify_export(self, weights: Path, target: Path) -> "ExportCheck":
-        """See `TrainingBackend.verify_export`. The outputs are compared in float32 on the CPU.
+        """Compare the outputs of export and checkpoint, in float32 on the CPU.
 
         The checkpoint is read into a model with random weights, and the exported folder is read by `from_pretrained`. A
         message on the console says that the comparison is running.

@@ -45,15 +45,15 @@ class SharedPrefixes:
         self.plan = AttentionPlan([Piece(*query, *key) for query, key in zip(*bounds, strict=True)])
 
     def enter(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See `DividedRow`."""
+        """Put the keys and values of its prefix before those of each part (`DividedRow.enter`)."""
         return query, self._with_prefixes(key), self._with_prefixes(value)
 
     def leave(self, out: Tensor) -> Tensor:
-        """See `DividedRow`."""
+        """Return the output unchanged (`DividedRow.leave`)."""
         return out
 
     def heads_of(self, per_head: Tensor) -> Tensor:
-        """See `DividedRow`."""
+        """Return all entries, because each rank has all heads (`DividedRow.heads_of`)."""
         return per_head
 
     def _with_prefixes(self, tensor: Tensor) -> Tensor:

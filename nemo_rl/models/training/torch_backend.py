@@ -149,7 +149,7 @@ class TorchBackend(PolicyBackend):
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
-        """See `PolicyBackend.reference_weights`.
+        """Run a block with the reference weights (`PolicyBackend.reference_weights`).
 
         Raises:
             ConfigError: the policy was made with `init_reference_model=False`.

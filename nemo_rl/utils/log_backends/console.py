@@ -53,7 +53,7 @@ class ConsoleLogger(LoggerInterface):
     def log_metrics(
         self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
-        """See `LoggerInterface.log_metrics`. A group named `performance` also ends a step."""
+        """Show metrics. A group named `performance` also ends a step."""
         self._pending |= {(prefix, name): value for name, value in to_scalars(metrics).items()}
         if prefix == _LAST_PREFIX or step_finished:
             self._print_step(step)

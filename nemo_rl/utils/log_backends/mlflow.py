@@ -62,7 +62,7 @@ class MLflowLogger(LoggerInterface):
             mlflow.log_metrics(dict(items[start : start + _METRICS_PER_CALL]), step=step, run_id=self._run_id)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """See `LoggerInterface.log_hyperparams`. Long values are cut to MLflow's limit."""
+        """Log hyperparameters. Long values are cut to MLflow's limit."""
         flat = flatten_dict(params, expand_lists=False)
         items = [(name, str(value)[:_LONGEST_VALUE]) for name, value in flat.items()]
         for start in range(0, len(items), _PARAMS_PER_CALL):

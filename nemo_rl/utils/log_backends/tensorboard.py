@@ -24,7 +24,7 @@ class TensorboardLogger(LoggerInterface):
     def log_metrics(
         self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
-        """See `LoggerInterface.log_metrics`. Values that are not numbers are omitted."""
+        """Log metrics. Values that are not numbers are omitted."""
         for name, value in to_scalars(metrics).items():
             self._writer.add_scalar(full_name(prefix, name), value, step)
 

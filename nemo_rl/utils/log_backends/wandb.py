@@ -35,7 +35,7 @@ class WandbLogger(LoggerInterface):
     def log_metrics(
         self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
-        """See `LoggerInterface.log_metrics`. Each prefix has its own step axis."""
+        """Log metrics. Each prefix has its own step axis."""
         values: dict[str, Any] = {full_name(prefix, name): value for name, value in to_scalars(metrics).items()}
         values[step_metric or full_name(prefix, "step")] = step
         self._run.log(values)

@@ -145,11 +145,11 @@ class Counted(ast.NodeTransformer):
         return self._loop(node)
 
     def visit_While(self, node: ast.While) -> Any:
-        """See `visit_For`."""
+        """Count the iterations of a loop, as `visit_For` does."""
         return self._loop(node)
 
     def visit_AsyncFor(self, node: ast.AsyncFor) -> Any:
-        """See `visit_For`."""
+        """Count the iterations of a loop, as `visit_For` does."""
         return self._loop(node)
 
     def visit_Try(self, node: ast.Try) -> Any:

@@ -17,7 +17,7 @@ from nemo_rl.utils.errors import ConfigError
 
 
 def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
-    """See `registry.EngineKind.check`."""
+    """Check that the engine can serve the model (`registry.EngineKind.check`)."""
     key = "policy.generation.backend=megatron"
     model = load_model_config(policy.model_name, policy.hf_config_overrides)
     try:

@@ -198,11 +198,11 @@ class ModelPart:
         return self._receiver.unbound()
 
     def record_reads(self) -> None:
-        """See `RecordsReads.record_reads`."""
+        """Record the reads of the next weight update (`RecordsReads.record_reads`)."""
         self._recorder = ReadRecorder()
 
     def take_reads(self) -> BlocksByName:
-        """See `RecordsReads.take_reads`."""
+        """Return the recorded reads, and stop recording (`RecordsReads.take_reads`)."""
         assert self._recorder is not None, "record_reads comes first"
         recorder, self._recorder = self._recorder, None
         return recorder.reads
@@ -289,23 +289,23 @@ class _HoldsPart:
     _part: ModelPart
 
     async def load_tensors(self, tensors: list[tuple[str, Tensor]]) -> None:
-        """See `Engine.load_tensors`. It loads this rank's part of each tensor."""
+        """Load this rank's part of each tensor (`Engine.load_tensors`)."""
         self._part.load_tensors(tensors)
 
     def record_reads(self) -> None:
-        """See `RecordsReads.record_reads`."""
+        """Record the reads of the next weight update (`RecordsReads.record_reads`)."""
         self._part.record_reads()
 
     def take_reads(self) -> BlocksByName:
-        """See `RecordsReads.take_reads`."""
+        """Return the recorded reads, and stop recording (`RecordsReads.take_reads`)."""
         return self._part.take_reads()
 
     async def sleep(self) -> None:
-        """See `Engine.sleep`."""
+        """Free memory until `wake_up` (`Engine.sleep`)."""
         self._part.sleep()
 
     async def wake_up(self) -> None:
-        """See `Engine.wake_up`."""
+        """Allocate memory again (`Engine.wake_up`)."""
         self._part.wake_up()
 
 
@@ -356,7 +356,7 @@ class MegatronEngine(_HoldsPart, ContinuousEngine):
         self._part.start_loading()
 
     def put_in_force(self) -> list[str]:
-        """See `RowsEngine.put_in_force`. It returns hub names of the tensors that this rank was not sent."""
+        """Activate the weights, and return hub names of tensors that were not sent to this rank."""
         return self._part.not_loaded()
 
     @override
@@ -382,7 +382,7 @@ class MegatronRank(_HoldsPart, ServedRank):
         self._part.start_loading()
 
     async def finish_weight_update(self, version: int) -> list[str]:
-        """See `Engine.finish_weight_update`. It returns hub names of the tensors that this rank was not sent."""
+        """Activate the weights, and return hub names of tensors that were not sent to this rank."""
         return self._part.not_loaded()
 
     def weights_not_finite(self) -> list[str]:

@@ -299,7 +299,7 @@ class ChatModel(GenerationInterface):
         self._open = 0
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """See `GenerationInterface.generate`.
+        """Return the answer to a request (`GenerationInterface.generate`).
 
         Raises:
             NoAnswerError: There is no answer to this request after all attempts.

@@ -203,7 +203,7 @@ class SglangEngine:
         self._aborted: set[str] = set()
 
     def generate(self, request_id: str, request: GenerationRequest) -> Awaitable[GenerationResult]:
-        """See `Engine.generate`."""
+        """Accept a request, and return an awaitable response (`Engine.generate`)."""
         self._open[request_id] = asyncio.ensure_future(self._answered(request_id, request))
         return self._open[request_id]
 
@@ -270,13 +270,13 @@ class SglangEngine:
             raise GenerationError("SGLang has no bad words (policy.generation.bad_words).")
 
     async def abort(self, request_ids: Collection[str]) -> None:
-        """See `Engine.abort`."""
+        """End requests with their tokens so far (`Engine.abort`)."""
         self._aborted |= set(request_ids) & self._open.keys()
         for request_id in set(request_ids) & self._at_server:
             await self._server.tell("abort_request", {"rid": request_id, "abort_all": False})
 
     async def begin_weight_update(self) -> None:
-        """See `Engine.begin_weight_update`."""
+        """Prepare for new weights (`Engine.begin_weight_update`)."""
         self._may_ask.clear()
         self._num_updates += 1
         self._weights.clear()
@@ -285,11 +285,11 @@ class SglangEngine:
             await asyncio.sleep(0.005)
 
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """See `Engine.load_tensors`."""
+        """Load some of the new tensors (`Engine.load_tensors`)."""
         self._weights.take(tensors)
 
     async def finish_weight_update(self, version: int) -> list[str]:
-        """See `Engine.finish_weight_update`.
+        """Activate the new weights (`Engine.finish_weight_update`).
 
         Raises:
             WeightSyncError: A server reports another version after the update.
@@ -316,13 +316,13 @@ class SglangEngine:
         return []
 
     async def sleep(self) -> None:
-        """See `Engine.sleep`. Only a server that shares its GPUs with the policy frees its memory."""
+        """Free memory until `wake_up`, if the server shares its GPUs with the policy."""
         if self._sleeps and not self._is_asleep:
             await self._server.tell("release_memory_occupation", {})
             self._is_asleep = True
 
     async def wake_up(self) -> None:
-        """See `Engine.wake_up`."""
+        """Allocate memory again (`Engine.wake_up`)."""
         if self._is_asleep:
             await self._server.tell("resume_memory_occupation", {})
             self._is_asleep = False

@@ -186,7 +186,7 @@ def _option(name: str, value: Any) -> Iterator[str]:
 
 
 def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
-    """See `registry.EngineKind.check`.
+    """Check that the engine can serve the model (`registry.EngineKind.check`).
 
     Raises:
         ConfigError: SGLang is not installed, and no running server is configured.

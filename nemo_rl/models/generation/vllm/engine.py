@@ -166,7 +166,7 @@ class VllmEngine(SteppedEngine):
         return finished
 
     def finish_steps(self) -> list[Finished]:
-        """See `SteppedEngine.finish_steps`. With async scheduling, vLLM still computes a batch when a step returns."""
+        """Finish the batch that vLLM still computes after a step with async scheduling."""
         client: Any = self._engine.engine_core
         core = client.engine_core
         finished, step = list[Finished](), core.step_fn
@@ -230,7 +230,7 @@ class VllmEngine(SteppedEngine):
         return self._experts.of_running(vllm_id, running.num_computed_tokens, num_tokens)
 
     def sampled_so_far(self, request_id: str) -> tuple[list[int], list[float]]:
-        """See `SteppedEngine.sampled_so_far`. A response that is scored at its end has no tokens here."""
+        """Return a request's tokens so far, or no tokens for a response that is scored at its end."""
         if request_id in self._scoring.prompts:
             return [], []
         state = self._state(request_id)
@@ -245,7 +245,7 @@ class VllmEngine(SteppedEngine):
         return num_tokens
 
     def weights_not_finite(self) -> list[str]:
-        """See `SteppedEngine.weights_not_finite`. Names are vLLM's, without those of weights that it has packed."""
+        """Return vLLM's names of weights that are not finite. Packed weights are not checked."""
         of_ranks = self._engine.collective_rpc(non_finite_parameters)
         return list(dict.fromkeys(name for names in of_ranks for name in names))
 
@@ -275,7 +275,7 @@ class VllmEngine(SteppedEngine):
         return client.engine_core.scheduler
 
     def decode(self, token_ids: list[int]) -> str | None:
-        """See `SteppedEngine.decode`. It returns None for other libraries' tokenizers, which may decode differently."""
+        """Decode tokens. Return None for other libraries' tokenizers, which may decode differently."""
         tokenizer = self._engine.renderer.tokenizer
         return sampled_text(tokenizer, token_ids) if isinstance(tokenizer, PreTrainedTokenizerBase) else None
 
@@ -289,20 +289,20 @@ class VllmEngine(SteppedEngine):
             self._engine.collective_rpc(begin_reload)
 
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """See `Engine.load_tensors`. The other ranks load the tensors that they have received themselves."""
+        """Load some of the new tensors. All other ranks load the tensors that they receive."""
         with packing_threads():
             load_tensors(self._engine.model_executor.driver_worker, tensors)
 
     def record_reads(self) -> None:
-        """See `RecordsReads.record_reads`."""
+        """Record the reads of the next weight update (`RecordsReads.record_reads`)."""
         record_reads(self._engine.model_executor.driver_worker)
 
     def take_reads(self) -> BlocksByName:
-        """See `RecordsReads.take_reads`."""
+        """Return the recorded reads, and stop recording (`RecordsReads.take_reads`)."""
         return take_reads(self._engine.model_executor.driver_worker)
 
     def finish_loading(self, *, changed: bool) -> list[str]:
-        """See `SteppedEngine.finish_loading`. With `recomputes_cache`, vLLM computes running requests again."""
+        """Activate the weights. With `recomputes_cache`, vLLM computes running requests again."""
         with packing_threads():
             of_ranks = self._engine.collective_rpc(finish_reload)
         if changed:

@@ -60,7 +60,7 @@ class VllmReplicas(SteppedEngine):
         self._num_open = [0] * settings.num_replicas
 
     def add_request(self, request_id: str, request: GenerationRequest) -> None:
-        """See `SteppedEngine.add_request`. The replica with the fewest requests gets it."""
+        """Queue a request at the replica with the fewest requests (`SteppedEngine.add_request`)."""
         replica = self._num_open.index(min(self._num_open))
         refusal: str | None = self._ask(replica, "try_request", request_id, request)
         if refusal is not None:
@@ -104,7 +104,7 @@ class VllmReplicas(SteppedEngine):
         return list(dict.fromkeys(name for names in self._on_all("weights_not_finite") for name in names))
 
     def take_load(self) -> EngineLoad:
-        """See `SteppedEngine.take_load`. Counts are summed over replicas. The usage is that of the fullest cache."""
+        """Return the load: sums of the replicas' counts, and the usage of the fullest cache."""
         loads: list[EngineLoad] = self._on_all("take_load")
         return EngineLoad(
             sum(load.num_preemptions for load in loads),
@@ -121,15 +121,15 @@ class VllmReplicas(SteppedEngine):
         self._on_all("start_loading")
 
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """See `Engine.load_tensors`. The other ranks load the tensors that they have received themselves."""
+        """Load some of the new tensors. All other ranks load the tensors that they receive."""
         await self._own.load_tensors(tensors)
 
     def record_reads(self) -> None:
-        """See `RecordsReads.record_reads`."""
+        """Record the reads of the next weight update (`RecordsReads.record_reads`)."""
         self._own.record_reads()
 
     def take_reads(self) -> BlocksByName:
-        """See `RecordsReads.take_reads`."""
+        """Return the recorded reads, and stop recording (`RecordsReads.take_reads`)."""
         return self._own.take_reads()
 
     @override
@@ -137,7 +137,7 @@ class VllmReplicas(SteppedEngine):
         return [name for names in self._on_all("finish_loading", changed=changed) for name in names]
 
     async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
-        """See `Engine.layer_outputs`. Replica 0 computes them, while all other replicas run empty passes."""
+        """Compute hidden states on replica 0, while all other replicas run empty passes."""
         return self._own.recorded_layers(token_ids, self.step)
 
     @override
@@ -179,15 +179,15 @@ class VllmReplica(ServedRank):
         return getattr(self._engine, str(call.method))(*call.args, **call.kwargs)
 
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """See `Engine.load_tensors`. It loads this rank's part of each tensor."""
+        """Load this rank's part of each tensor (`Engine.load_tensors`)."""
         await self._engine.load_tensors(tensors)
 
     def record_reads(self) -> None:
-        """See `RecordsReads.record_reads`."""
+        """Record the reads of the next weight update (`RecordsReads.record_reads`)."""
         self._engine.record_reads()
 
     def take_reads(self) -> BlocksByName:
-        """See `RecordsReads.take_reads`."""
+        """Return the recorded reads, and stop recording (`RecordsReads.take_reads`)."""
         return self._engine.take_reads()
 
 

@@ -55,11 +55,11 @@ class Stacked:
     """Number of parts: 2 for gate and up, 1 for a parameter that is one hub tensor."""
 
     def part_rows(self, num_rows: int) -> list[int]:
-        """See `RowLayout`."""
+        """Return the same number of rows for each part."""
         return [num_rows // self.num_parts] * self.num_parts
 
     def segments(self, num_rows: int, shard: int, num_shards: int) -> Iterator[Segment]:
-        """See `RowLayout`."""
+        """Yield the shard's share of each part."""
         rows = num_rows // self.num_parts
         for part in range(self.num_parts):
             yield Segment(part, shard * rows, (shard + 1) * rows)
@@ -83,11 +83,11 @@ class Grouped:
         return (self.queries_per_group * self.head_dim, self.head_dim, self.head_dim)
 
     def part_rows(self, num_rows: int) -> list[int]:
-        """See `RowLayout`."""
+        """Return the numbers of query, key and value rows."""
         return [num_rows // sum(self._sizes) * size for size in self._sizes]
 
     def segments(self, num_rows: int, shard: int, num_shards: int) -> Iterator[Segment]:
-        """See `RowLayout`."""
+        """Yield the rows of query, key and value heads in the shard's range."""
         first, last = shard * num_rows, (shard + 1) * num_rows
         group_rows = sum(self._sizes)
         for group in range(first // group_rows, -(-last // group_rows)):

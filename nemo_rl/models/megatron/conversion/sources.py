@@ -133,7 +133,7 @@ class DequantizedFiles(TensorFiles):
         yield from self._mxfp4
 
     def like(self, name: str) -> Tensor:
-        """See `TensorFiles`. Dequantised tensors are float32."""
+        """Return a meta tensor of the stored shape. Dequantised tensors are float32."""
         if name in self._mxfp4:
             experts, rows, groups, half = super().like(name + _BLOCKS).shape
             return torch.empty(experts, groups * half * 2, rows, device="meta")

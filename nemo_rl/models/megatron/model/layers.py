@@ -251,7 +251,7 @@ class TwoRotaryAttention(SelfAttention):
     """
 
     def forward(self, *args: Any, rotary_pos_emb: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """See `SelfAttention`. Here `rotary_pos_emb` is `[T, 1, 1, 2 * D]`."""
+        """Compute self-attention (see `SelfAttention`), where `rotary_pos_emb` is `[T, 1, 1, 2 * D]`."""
         config = self.config
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, self.layer_number)
         # Megatron Core repeats the frequencies: [windowed, full, windowed, full], each of D / 2.
