@@ -1,7 +1,7 @@
-"""The PyTorch-native backend for runs and tools: checks of a configuration, and checkpoints without loading a model.
+"""Implement the PyTorch-native backend for runs and tools, which check configurations and convert checkpoints.
 
 Checkpoints already hold safetensors under Hugging Face names (`checkpoints.model_files`). An export copies these files
-(`huggingface.folders`), adds the tokenizer and optionally changes the dtype. It works for models with any head.
+(`huggingface.folders`), adds the tokenizer and optionally changes the dtype. This works for models with any head.
 `checkpoints.lora_export` exports adapters that have no merged weights.
 """
 
@@ -77,7 +77,7 @@ class DTensorTraining(FolderBackend):
         return DTensorRank
 
     def checkpoint_bytes(self, policy: PolicyConfig, checkpointing: CheckpointingConfig) -> int | None:
-        """Return a lower bound of the bytes that a checkpoint needs while it is written, or None if it is not known.
+        """Return a lower bound of a checkpoint's bytes while it is written, or None if it is unknown.
 
         It counts float32 weights, twice while their parts are joined, Adam's moments and the consolidated model.
         """
@@ -100,14 +100,14 @@ class DTensorTraining(FolderBackend):
         copy_model_folder(weights / MODEL_FOLDER, target, dtype)
 
     def read_into(self, model: "PreTrainedModel", weights: Path) -> None:
-        """Read a folder with the reader of training (see `FolderBackend.read_into`)."""
+        """Read a folder as training does (see `FolderBackend.read_into`)."""
         from nemo_rl.models.dtensor.checkpoints.model_files import load_weights
 
         load_weights(model, weights)
 
 
 def _require_plan(policy: PolicyConfig, model: "PretrainedConfig") -> None:
-    """Raise a ConfigError if there is no plan of how tensor-parallel ranks divide the model's layers."""
+    """Raise a ConfigError if there is no plan for dividing the model's layers over tensor-parallel ranks."""
     from nemo_rl.models.dtensor.tensor_plans import plan_for_configuration
 
     plan_for_configuration(model, policy.dtensor_cfg.custom_parallel_plan, scores=policy.reward_model_cfg.enabled)

@@ -1,9 +1,9 @@
-"""The Megatron Core training backend on one rank, which combines the modules of this package.
+"""Implement one rank of the Megatron Core training backend from the modules of this package.
 
 `MegatronBackend` implements `models.training.interfaces.PolicyBackend`. `policy.workers.rank` builds it inside a Ray
-actor, and tests build it in plain processes. The process group must exist before. A process can hold one backend.
+actor, and tests build it in plain processes. The process group must already exist. A process can have one backend.
 
-Invariant: code other than a forward pass reads weights only after all gathering of weights has finished. For 16-bit
+Invariant: code outside of forward passes reads weights only after the gathering of weights has finished. For 16-bit
 weights the optimizer keeps float32 copies. With LoRA (`policy.megatron_cfg.peft`) the frozen base is the reference
 model, and exported weights are merged with the adapters (`lora`).
 """
@@ -45,7 +45,7 @@ class MegatronBackend(TorchBackend):
 
     Args:
         layout: sizes of the mesh axes.
-        init_optimizer: make optimizer and schedule (a frozen scorer needs none).
+        init_optimizer: make optimizer and schedule (a frozen model needs none).
         init_reference_model: keep a copy of the initial weights in host memory (with LoRA, use the frozen base).
         seed: run seed, for dropout and for the initial values of adapters or of a scalar head.
     """
@@ -65,7 +65,7 @@ class MegatronBackend(TorchBackend):
         require_megatron_core()
         with start_phase("groups of ranks"):
             groups = start_model_parallel(layout, section, device, seed)
-        # These imports come late, because without CUDA `start_model_parallel` must have prepared Megatron Core.
+        # # These imports are late, because without CUDA `start_model_parallel` must first prepare Megatron Core.
         from nemo_rl.models.megatron import lora
         from nemo_rl.models.megatron import optimizer as optim
         from nemo_rl.models.megatron.model.mtp import MTPLoss
@@ -117,8 +117,8 @@ class MegatronBackend(TorchBackend):
     def run(self, microbatches: Sequence[ModelInputs], forward_step: ForwardStep, *, backward: bool) -> None:
         """Run microbatches. An update must follow each training pass before the next training pass.
 
-        The gradients in the buffers are summed over ranks at the end of a pass, so a second pass would sum those of the
-        first pass again.
+        The end of a pass sums the gradients in the buffers over ranks, so a second pass would sum those of the first
+        pass again.
         """
         assert not (backward and self._has_gradients), "an update (clip_and_step) comes between two training passes"
         self._has_gradients |= backward
@@ -128,7 +128,7 @@ class MegatronBackend(TorchBackend):
 
     @contextmanager
     def _watching(self, inputs: RankInputs) -> Iterator[None]:
-        """Run a block of a training pass in which the routing is recorded and the draft model learns, if configured."""
+        """Record the routing and train the draft model, if configured, during a training pass in the block."""
         with ExitStack() as stack:
             if self._load is not None:
                 stack.enter_context(self._load.watching(inputs))
@@ -308,7 +308,7 @@ class MegatronBackend(TorchBackend):
 
 def _model_config(config: PolicyConfig) -> PretrainedConfig:
     """Load the model's configuration, which for a reward model is a sequence classifier with one label."""
-    model_folder(config.model_name)  # before the next line, so that only one rank of a machine asks the hub for files
+    model_folder(config.model_name)  # first, so that one rank per machine contacts the hub
     hf_config = load_model_config(config.model_name, config.hf_config_overrides)
     if config.reward_model_cfg.enabled:
         classes: Any = AutoModelForSequenceClassification._model_mapping
@@ -320,7 +320,7 @@ def _model_config(config: PolicyConfig) -> PretrainedConfig:
 def _loaded_chunks(
     hf_config: PretrainedConfig, config: PolicyConfig, precision: torch.dtype, device: torch.device, seed: int
 ) -> list[Any]:
-    """Build this rank's virtual stages and load their weights from Hugging Face files, in a collective call."""
+    """Build this rank's virtual stages, and load their weights from Hugging Face files. The call is collective."""
     from nemo_rl.models.megatron.conversion.importer import load_huggingface
     from nemo_rl.models.megatron.model.build import build_chunks, require_packed_attention, uses_transformer_engine
     from nemo_rl.models.megatron.schedule import prepare

@@ -145,11 +145,11 @@ class Counted(ast.NodeTransformer):
         return self._loop(node)
 
     def visit_While(self, node: ast.While) -> Any:
-        """Count the iterations of a loop, as `visit_For` does."""
+        """Add a statement before a loop that reports the asserts in it."""
         return self._loop(node)
 
     def visit_AsyncFor(self, node: ast.AsyncFor) -> Any:
-        """Count the iterations of a loop, as `visit_For` does."""
+        """Add a statement before a loop that reports the asserts in it."""
         return self._loop(node)
 
     def visit_Try(self, node: ast.Try) -> Any:

@@ -1,13 +1,13 @@
-"""Run a vLLM engine whose experts are divided over more ranks than its other layers: several replicas in step.
+"""Run a vLLM engine of several synchronous replicas, because more ranks divide its experts than its other layers.
 
     place 0: VllmReplicas ─┬─ own VllmEngine (replica 0) ─► RanksExecutor ─► its ranks
                            └─ link ─► VllmReplica ─► VllmEngine (replica k) ─► RanksExecutor ─► its ranks
 
 Each replica (vLLM's data parallelism) has all layers but the experts, its own requests, scheduler and key-value cache.
 The experts of a layer are divided over the ranks of all replicas, so every forward pass of a replica needs all
-replicas. vLLM's own coordinator of such replicas belongs to its multi-process server. Here place 0 distributes the
-requests and lets all replicas take a step together. Invariant: a step of the engine is one forward pass of every
-replica. A replica without tokens to compute runs an empty pass.
+replicas. vLLM's own coordinator of replicas belongs to its multi-process server. Here place 0 distributes the requests
+and lets all replicas take a step together. Invariant: a step of the engine is one forward pass of every replica. A
+replica without tokens to compute runs an empty pass.
 """
 
 import os
@@ -72,7 +72,7 @@ class VllmReplicas(SteppedEngine):
     def step(self) -> list[Finished]:
         finished = [response for of_replica in self._on_all("step_with_others") for response in of_replica]
         for response in finished:
-            if response.request_id in self._replica_of:  # not the prompt of `layer_outputs`
+            if response.request_id in self._replica_of:  # skips the prompt of `layer_outputs`
                 self._take_back(response.request_id)
         return finished
 
@@ -84,7 +84,7 @@ class VllmReplicas(SteppedEngine):
         return removed
 
     def _take_back(self, request_id: str) -> int:
-        """Forget a request that its replica does not have any more, and return the number of the replica."""
+        """Remove a request that its replica no longer has. Return the number of the replica."""
         replica = self._replica_of.pop(request_id)
         self._num_open[replica] -= 1
         return replica
@@ -166,7 +166,7 @@ class VllmReplicas(SteppedEngine):
 
 
 class VllmReplica(ServedRank):
-    """First rank of replica 1, 2 ...: an engine that executes the calls of place 0."""
+    """First rank of replica 1, 2 ..., an engine that executes the calls of place 0."""
 
     def __init__(self, settings: EngineSettings):
         meeting = listening(meet(settings))
@@ -192,7 +192,7 @@ class VllmReplica(ServedRank):
 
 
 def _join(meeting: Meeting, settings: EngineSettings) -> None:
-    """Set the environment variables from which vLLM learns that this process leads one of several replicas.
+    """Set the environment variables that tell vLLM that this process leads one of several replicas.
 
     The index of a rank's GPU is its place on its machine, so vLLM must not add an offset (VLLM_DP_RANK_LOCAL).
     """
