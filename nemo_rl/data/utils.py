@@ -1,4 +1,4 @@
-"""Load data sets with the functions that programs for NeMo RL call. Each one calls a function of this library."""
+"""Load data sets with the functions that programs for NeMo RL call. Each calls a function of this library."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -33,7 +33,7 @@ from nemo_rl.weight_sync.exchange import everywhere
 type Keep = Callable[[str, Tensor], Tensor]
 """Function from a name and a tensor to the tensor to write: itself, or a copy that later updates do not change."""
 type Write = Callable[[dist.ProcessGroup | None], None]
-"""Function that writes a prepared part of a checkpoint. It synchronises the ranks of a process group (None: the default group)."""
+"""Function that writes a prepared part of a checkpoint. Its argument is the group of ranks (None: default group)."""
 
 
 def as_it_is(name: str, tensor: Tensor) -> Tensor:
