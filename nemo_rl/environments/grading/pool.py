@@ -74,7 +74,7 @@ class GradingProcess:
         """
         greeting = self._read_reply(timeout_s, "starting")
         if "fatal" in greeting:
-            raise WorkerDiedError(f"verifier {self.verifier!r} could not be loaded: {greeting['fatal']}")
+            raise WorkerDiedError("E -")
 
     def ask(self, response: str, ground_truth: str, timeout_s: float, prompt: str | None = None) -> dict[str, Any]:
         """Send one answer and return the reply of `worker_main`.
@@ -156,7 +156,7 @@ class GradingPool:
     """A pool that grades answers in at most `num_workers` processes. Thread-safe.
 
     Args:
-        verifier: Name or dotted path of the verifier; see `load_verifier`.
+        verifier: Name or dotted path of the verifier, as in `load_verifier`.
         num_workers: Largest number of processes, which are started one by one while answers are queued.
         timeout_s: Deadline of one answer, from the moment a process takes it.
         start_timeout_s: Deadline of a process start.

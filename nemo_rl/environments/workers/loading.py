@@ -34,9 +34,9 @@ class WorkerKeys:
     step_timeout_s: float = 600.0
     """Deadline in seconds of a step, and of the opening or the closing of an episode."""
     max_memory_gb: float | None = None
-    """GiB that an actor and the processes it started may use together, or None for no limit."""
+    """GiB that an actor and the processes that it started may use together, or None for no limit."""
     max_open_episodes: int | None = None
-    """Largest number of episodes that are open at the same time in all actors, or None for no limit."""
+    """Largest number of open episodes in all actors together, or None for no limit."""
 
 
 def worker_keys(name: str, section: Mapping[str, Any], step_timeout_s: float) -> WorkerKeys:

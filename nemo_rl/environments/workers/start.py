@@ -79,7 +79,7 @@ class EnvironmentPool:
         return await (await self._take_place()).open_episode(metadata, seed)
 
     async def step(self, message_log: "LLMMessageLogType", metadata: Any) -> StepResult:
-        """Take one turn of a conversation. An actor is chosen now if the episode was never opened."""
+        """Take one turn of a conversation. If the episode was never opened, choose an actor first."""
         place = self._place.get()
         client = place.client if place is not None else await self._take_place()
         return await client.step(message_log, metadata)
