@@ -1,4 +1,4 @@
-"""Logs to Weights & Biases, which works offline with WANDB_MODE=offline.
+"""Log to Weights & Biases, which works offline with WANDB_MODE=offline.
 
 Selected by `logger.wandb_enabled`. Invariant: only this file imports wandb.
 """
@@ -16,7 +16,7 @@ _PREFIXES = ("train", "validation", "timing/train", "timing/validation", "perfor
 
 
 class WandbLogger(LoggerInterface):
-    """Logs to one W&B run."""
+    """Log to one W&B run."""
 
     failures = (OSError, wandb.Error)
 
