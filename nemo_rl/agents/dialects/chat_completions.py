@@ -87,7 +87,7 @@ _ID_PREFIX = "chatcmpl-"
 
 
 class ChatCompletions:
-    """The dialect of OpenAI's Chat Completions. See `Dialect`."""
+    """Dialect of OpenAI's Chat Completions."""
 
     path = "/v1/chat/completions"
 
@@ -171,7 +171,7 @@ def _choice(body: Body, index: int, answer: CallAnswer) -> Mapping[str, Any]:
 
 
 def _chunk_choices(body: Body, index: int, answer: CallAnswer) -> Iterator[Mapping[str, Any]]:
-    """Yield the choices of an answer's chunks, of which the second has the log probabilities and tokens of them all."""
+    """Yield the choices of an answer's chunks. The second one has the log probabilities and tokens of all chunks."""
     deltas = [*_deltas(answer), {}]
     for position, delta in enumerate(deltas):
         is_last = position == len(deltas) - 1

@@ -27,7 +27,7 @@ _PROMPTS = "one text, or one list of token ids; send several prompts in several 
 
 
 class Completions:
-    """The dialect of OpenAI's Completions. See `Dialect`."""
+    """Dialect of OpenAI's Completions."""
 
     path = "/v1/completions"
 

@@ -20,7 +20,7 @@ from nemo_rl.data.interfaces import Message
 type Block = dict[str, Any]
 
 UNPARSED = "unparsed_arguments"
-"""Key of a call's input if the model's arguments are no JSON object, which the API cannot represent.
+"""Key of a call's input if the model's arguments are not a JSON object, which the API cannot represent.
 
 The value of the key is the text of the arguments. Reading such an input returns this text."""
 
@@ -141,7 +141,7 @@ def _is_unparsed(given: Mapping[str, Any]) -> bool:
 
 
 def _parsed(arguments: str) -> Mapping[str, Any] | None:
-    """Return the object of a JSON text, or None if it is no object or has values that JSON does not allow."""
+    """Return the object of a JSON text, or None if it is not an object or has values that JSON does not allow."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -187,7 +187,7 @@ _ERROR_TYPES = {
 
 
 class Messages:
-    """The dialect of Anthropic's Messages API. See `Dialect`."""
+    """Dialect of Anthropic's Messages API."""
 
     path = "/v1/messages"
 

@@ -196,7 +196,7 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 class Responses:
-    """The dialect of OpenAI's Responses API. See `Dialect`."""
+    """Dialect of OpenAI's Responses API."""
 
     path = "/v1/responses"
 
@@ -254,7 +254,7 @@ def _instructions(fields: Fields) -> list[Message]:
 
 
 def _earlier(fields: Fields, memory: SessionMemory) -> Sequence[Message]:
-    """Return the conversation to which `previous_response_id` refers."""
+    """Return the conversation that `previous_response_id` names."""
     name = "previous_response_id"
     response_id = fields.text(name)
     if response_id is None:
@@ -301,7 +301,7 @@ def _response(body: Body, request: CallRequest, answer: CallAnswer) -> dict[str,
 
 
 def _output(body: Body, answer: CallAnswer) -> list[dict[str, Any]]:
-    """Return the items of an answer. The last item has the tokens of the call if the request asks for them."""
+    """Return the items of an answer. The last item has the tokens of the call if the request wants them."""
     *items, last = items_of(answer)
     return [*items, {**last, **exact_tokens(body, answer)}]
 

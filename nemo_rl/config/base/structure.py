@@ -31,7 +31,7 @@ class NamedSections:
     typed_dict: type
     """A `TypedDict` whose keys are the names with a schema."""
     switches: tuple[tuple[str, str], ...] = ()
-    """Keys that may be written beside the sections, with the section to which each belongs."""
+    """Keys that may be written next to the sections, with the section to which each belongs."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_before_validator_function(self._unified, handler.generate_schema(self.typed_dict))

@@ -99,7 +99,7 @@ class OpenGroups:
         """Numbers of groups that were given up before they arrived. Calls of an actor can change their order."""
 
     def start(self, number: int, task: GroupTask) -> None:
-        """Begin to sample a group, unless it has already begun or was given up."""
+        """Start to sample a group, unless it has already started or was given up."""
         if number in self._running or number in self._unwanted:
             return
         self._running[number] = asyncio.get_running_loop().create_task(self._finish(number, task))
