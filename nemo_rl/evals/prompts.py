@@ -276,14 +276,14 @@ class EvaluationPrompts(Protocol):
         """The data sets from which the prompts come, without duplicates."""
 
     def topic(self, index: int) -> str | None:
-        """Return the topic of a prompt, or None if the data set has none."""
+        """Return the topic of a prompt, or None if the data set has no topics."""
 
 
 class GivenPrompts:
     """Prompts of a user-supplied data set.
 
     Args:
-        dataset: see `data.datasets.user_data.given_data`. Rows without `task_name` are graded by `data.env_name`.
+        dataset: as in `data.datasets.user_data.given_data`. Rows without `task_name` are graded by `data.env_name`.
 
     Raises:
         DataError: too many of the first rows are unusable.
@@ -375,7 +375,7 @@ class EvalPrompts:
         return [self._data]
 
     def topic(self, index: int) -> str | None:
-        """Return the topic of a prompt, or None if the data set has none."""
+        """Return the topic of a prompt, or None if the data set has no topics."""
         row = unfold_choice(self._data.dataset[index % len(self._data)])
         topic = row.get(self._topic_key or "subject")
         return None if topic is None else str(topic)

@@ -29,7 +29,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def replace_file(folder: Path, name: str, text: str) -> None:
-    """Replace a file in a folder that has a manifest or none yet, and keep the folder undamaged at each moment.
+    """Replace a file in a folder with or without a manifest, and keep the folder undamaged at each moment.
 
     A crash before the end leaves a manifest without this file, which then counts as unchecked.
 
@@ -66,7 +66,7 @@ def find_damage(folder: Path, below: str = "") -> list[str] | None:
 
     Args:
         folder: folder that `write_manifest` described.
-        below: check only files whose names start with this.
+        below: check only files whose names start with this text.
 
     Raises:
         CheckpointError: the manifest cannot be read.

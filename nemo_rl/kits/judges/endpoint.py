@@ -16,7 +16,7 @@ _SHOWN_CHARS = 200
 
 
 class Endpoint(JudgeModel):
-    """The chat endpoint of a judge.
+    """Chat endpoint of a judge.
 
     Args:
         config: the section `env.llm_judge`.
@@ -75,7 +75,7 @@ def _judge_text(completion: Any) -> JudgeText:
     text = choice["message"]["content"]
     is_complete = choice.get("finish_reason") != "length"
     if text is None and not is_complete:
-        text = ""  # all its tokens were reasoning, which some endpoints send in another field
+        text = ""  # t all tokens were reasoning, which some endpoints send in another field
     if not isinstance(text, str) or (is_complete and not text.strip()):
         raise ValueError("no text")
     usage = completion.get("usage") or {}

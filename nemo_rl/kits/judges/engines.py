@@ -110,7 +110,7 @@ class JudgeEngines(JudgeModel):
 
 
 def check_engine(config: LLMJudgeConfig) -> PolicyConfig:
-    """Return the policy section for the judge's model, after checking that engines can serve it.
+    """Check that engines can serve the judge's model, and return the policy section for it.
 
     Raises:
         ConfigError: a key of `engine`, or the model, cannot be used.

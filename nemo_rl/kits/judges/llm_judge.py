@@ -68,7 +68,7 @@ class LLMJudgeEnvironment(EnvironmentInterface[Any]):
 
         Args:
             message_log_batch: B conversations, whose last message is the answer.
-            metadata: B items, which are returned unchanged; see `JudgePrompts.of`.
+            metadata: B items, which are returned unchanged (`JudgePrompts.of` describes them).
         """
         (conversation,), (item,) = message_log_batch, metadata
         reward, error = await self._judge(conversation, item)

@@ -109,7 +109,7 @@ def _require_enabled(config: RewardModelEnvironmentConfig) -> None:
 
 
 def _tokenizer_of_classifier(config: RewardModelEnvironmentConfig) -> "TokenizerType":
-    """Return the tokenizer of the model, after checking that the model has a trained head for scores."""
+    """Check that the model has a trained head for scores, and return its tokenizer."""
     policy = config.as_policy()
     _require_classifier(policy.model_name)
     return get_tokenizer(policy.tokenizer, section="env.reward_model")

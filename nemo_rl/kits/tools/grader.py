@@ -60,7 +60,7 @@ def check_grader(config: GraderConfig | None, place: str, tokenizer: "TokenizerT
     Args:
         config: section of the grader, or None if nothing is graded.
         place: key of the section, for messages.
-        tokenizer: see `EnvironmentInterface.check_section`.
+        tokenizer: as in `EnvironmentInterface.check_section`.
 
     Raises:
         ConfigError: there is no such environment, or its section is wrong.

@@ -1,4 +1,4 @@
-"""Run tools in processes of their own, so that a tool may hang, die, or use all its memory.
+"""Run tools in separate processes, so that a tool may hang, die, or use all its memory.
 
     environment ── one JSON line for each call ──► `tool_process`: the object of one episode
                 ◄── one JSON line, of limited length ──
