@@ -1,4 +1,4 @@
-"""Describes a run without starting it: layout, arithmetic of a step, memory by phase, checkpoint, and whether it fits.
+"""Describe a run without starting it: layout, arithmetic of a step, memory by phase, checkpoint, and whether it fits.
 
 This is `--dry-run` of every example script (`command_line`). It makes the checks of `launch.checks` that read neither
 tokenizers nor data, and the check of data that is in local files; findings about this machine are shown, but do not

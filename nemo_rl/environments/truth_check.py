@@ -56,7 +56,7 @@ class Truth:
 
 @dataclass(frozen=True)
 class TruthGrader:
-    """Grades known answers as an environment does."""
+    """Grade known answers as an environment does."""
 
     env_name: str
     verifier: str

@@ -33,7 +33,7 @@ class PlayedProgram(Protocol):
 
 
 class ProgramPlayer(Protocol):
-    """Plays samples whose environment runs a program that calls the model itself."""
+    """Play samples whose environment runs a program that calls the model itself."""
 
     async def play(
         self,

@@ -60,7 +60,7 @@ def _in_one_line(trajectory: Trajectory) -> str:
 
 
 class TrajectoryLog:
-    """Writes trajectories below the run's log folder.
+    """Write trajectories below the run's log folder.
 
     Args:
         enabled: `logger.save_trajectories`.

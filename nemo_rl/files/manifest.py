@@ -1,4 +1,4 @@
-"""Stores the checksums of a folder's files, and finds files that have changed since.
+"""Store the checksums of a folder's files, and find files that have changed since.
 
 CRC-32 detects disk errors and interrupted copies (1.4 GiB/s per thread, several files at a time); it does not protect
 against deliberate changes. Invariant: the manifest is the last file written into a folder.

@@ -1,4 +1,4 @@
-"""Reads torch distributed checkpoints (`.metadata`, `*.distcp`) without executing anything they contain.
+"""Read torch distributed checkpoints (`.metadata`, `*.distcp`) without executing anything they contain.
 
 torch reads `.metadata` with pickle and objects between the tensors with `torch.load(weights_only=False)`. Both run code
 that the files name, and Megatron Core reads its folders through the same two functions. Invariant: within

@@ -1,4 +1,4 @@
-"""Serves HTTP to clients that may be hostile: deadlines for requests, and a limit of connections.
+"""Serve HTTP to clients that may be hostile: deadlines for requests, and a limit of connections.
 
     connection made ─► unknown ─── its client proves who it is ──► known
                           └─ the oldest is closed for a newer one, if there are too many

@@ -274,7 +274,7 @@ def _fill_slot(values: torch.Tensor, slot: TensorSlot, blocks: Blocks) -> None:
 
 
 class BlockReader:
-    """Reads a rank's blocks step by step. All ranks must read all steps, because reading may be collective."""
+    """Read a rank's blocks step by step. All ranks must read all steps, because reading may be collective."""
 
     def __init__(self, weights: HeldWeights) -> None:
         self._described = {held.name: held for held in weights.described()}

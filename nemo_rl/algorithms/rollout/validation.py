@@ -34,7 +34,7 @@ from nemo_rl.utils.logger import print_message_log_samples
 
 @dataclass(frozen=True)
 class Validator:
-    """Validates on a fixed set of prompts."""
+    """Validate on a fixed set of prompts."""
 
     batches: Iterable[BatchedDataDict[Any]]
     """Collated prompts. Each validation iterates over them again."""

@@ -29,7 +29,7 @@ _FIRST_WAIT_S, _LATER_WAITS_S = 3.0, 15.0
 
 
 class StartBudget:
-    """Measures the seconds of each phase of a start.
+    """Measure the seconds of each phase of a start.
 
     Args:
         started_at: Value of `time.perf_counter()` at process start, or 0 to count from now.

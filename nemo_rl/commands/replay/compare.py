@@ -22,7 +22,7 @@ from nemo_rl.config.rules.resume import ChangedKey
 from nemo_rl.models.policy.update_records import UpdateRecord
 
 _PLACES = (".model_name", ".tokenizer.name", ".data_path", ".prompt_file", ".system_prompt_file")
-"""Ends of keys that name files. Files may be elsewhere on other machines, so weights and prompts are compared."""
+"""Suffixes of keys that name files. Files may be elsewhere on other machines, so weights and prompts are compared."""
 _SHOWN = 20
 
 

@@ -1,4 +1,4 @@
-"""Reads the files that a run leaves in its log folder: configuration, record, metrics and samples.
+"""Read the files that a run leaves in its log folder: configuration, record, metrics and samples.
 
 Invariant: files are only read. If a file is missing or damaged, only its part of the page is omitted.
 """
@@ -48,7 +48,7 @@ class RunFiles:
     folder: Path
     """Log folder of the run, `exp_NNN`."""
     earlier: tuple["RunFiles", ...] = ()
-    """Runs that this run continued, from the first one on, each with an empty `earlier`."""
+    """Run that this run continued, from the first one on, each with an empty `earlier`."""
 
     @property
     def parts(self) -> tuple["RunFiles", ...]:

@@ -1,4 +1,4 @@
-"""Joins the sizes of all models and engines of a run into a proposal that fits.
+"""Join the sizes of all models and engines of a run into a proposal that fits.
 
 Models next to the policy come first, then the policy, then the engines in the remaining memory. If no engine fits next
 to the fastest sizes of the policy, slower sizes are tried. Invariant: a proposal has passed the rules of the

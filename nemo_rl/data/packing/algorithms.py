@@ -115,7 +115,7 @@ class PackingAlgorithm(enum.Enum):
 
 
 class SequencePacker(ABC):
-    """Packs sequences into bins of equal capacity.
+    """Pack sequences into bins of equal capacity.
 
     Args:
         bin_capacity: Number of tokens that fit into a bin.

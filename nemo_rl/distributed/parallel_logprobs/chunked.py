@@ -116,7 +116,7 @@ def _grad_logits(
 
 
 class _ChunkedTokenLogprobs(torch.autograd.Function):
-    """Implements `token_logprobs`, saving hidden states, weights and few numbers per token, and recomputing logits."""
+    """Implement `token_logprobs`, saving hidden states, weights and few numbers per token, and recomputing logits."""
 
     @staticmethod
     def forward(

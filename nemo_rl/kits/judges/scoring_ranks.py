@@ -90,7 +90,7 @@ class _WaitingRow:
 
 
 class JoinedPasses:
-    """Scores rows of tokens in common forward passes.
+    """Score rows of tokens in common forward passes.
 
     Args:
         scores: function that computes the score of each row, called by one thread at a time.

@@ -42,7 +42,7 @@ from nemo_rl.weight_sync.verify import SyncReceipt
 
 
 class GenerationWorker:
-    """Hosts one engine.
+    """Host one engine.
 
     Args:
         settings: Settings of the engine. RANK in the environment is the worker's position among all engines' workers.

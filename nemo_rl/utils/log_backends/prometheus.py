@@ -37,7 +37,7 @@ _REASONS: dict[int | None, str] = {
     errno.EACCES: "This user may not serve the port: those below 1024 are often kept for the system",
 }
 _WHOLE = ("ray",)
-"""Groups whose values are all logged each time. A value that is missing belonged to a lost node or GPU."""
+"""Groups whose values are all logged each time. A value that is missing belongs to a node or a GPU that is lost."""
 
 type Labels = tuple[tuple[str, str], ...]
 

@@ -59,7 +59,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class StageExchange:
-    """Sends and receives of a stage at the end of one round."""
+    """Send and receives of a stage at the end of one round."""
 
     sends: tuple[Transfer, ...]
     receives: tuple[Transfer, ...]
@@ -183,7 +183,7 @@ class HiddenStates:
 
 
 class Pipeline:
-    """Runs microbatches through the stages.
+    """Run microbatches through the stages.
 
     Args:
         model: the wrapped model after `cut`, sharded.
@@ -317,7 +317,7 @@ class _Run:
 
 @dataclass
 class _Round:
-    """Sends and receives that started together."""
+    """Send and receives that started together."""
 
     works: list[dist.Work]
     """Handles to wait for."""
