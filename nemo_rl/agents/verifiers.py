@@ -121,7 +121,7 @@ class VerifiersEnvironment(EnvironmentInterface[dict[str, Any]]):
 
 
 class _Episode:
-    """One rollout of an environment. Two queues connect the rollout to the policy, which stands for its model."""
+    """One rollout of an environment. Two queues connect the rollout to the policy, which is used as its model."""
 
     def __init__(self, environment: Any, row: Mapping[str, Any]) -> None:
         self.reward = 0.0

@@ -102,7 +102,7 @@ class _Environment:
 
     async def play(self, seed: int, context: Any) -> Any:
         """Play the task of a seed, and return its episode."""
-        task = self._tasks[seed // 2 % len(self._tasks)]  # the last bit of the seed stands for the split
+        task = self._tasks[seed // 2 % len(self._tasks)]  # t the last bit of the seed is the split
         async with self._serving() as environment:
             return await environment.run_slot(*environment.slots(task), context)
 

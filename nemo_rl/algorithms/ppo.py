@@ -155,7 +155,7 @@ class PolicyEpochs:
     def train(
         self, data: BatchedDataDict[Any], loss_fn: AnyLossFunction, *, gbs: int | Sequence[int] | None = None
     ) -> TrainResult:
-        """Make all policy updates of a step (see `runtime.run.Trainer`), or none in steps that train only the critic.
+        """Make all policy updates of a step (`runtime.run.Trainer`), or none in steps that train only the critic.
 
         Values and returns are not sent to the ranks. Metrics count the samples and tokens of one epoch.
         """

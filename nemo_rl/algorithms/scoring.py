@@ -38,7 +38,7 @@ class PolicyScoring:
     max_sequence_error: float | None = None
     """Rows are masked if their training and generation log-probabilities differ by more. If None, none is masked."""
     corrects_staleness: bool = False
-    """Whether the loss itself corrects for stale tokens (see `apply`)."""
+    """Whether the loss itself corrects for stale tokens (`apply`)."""
 
     name = "policy_and_reference_logprobs"
     roles = ("policy",)
@@ -97,7 +97,7 @@ def policy_scoring(
 
 
 def forward_passes(config: PolicyGradientMasterConfig, loss_fn: LossFunction, *, for_credit: bool) -> tuple[bool, bool]:
-    """Return whether a run needs `prev_logprobs` and reference log-probabilities (see `PolicyScoring`).
+    """Return whether a run needs `prev_logprobs` and reference log-probabilities (`PolicyScoring`).
 
     The answer is for batches that the current weights sampled. `PolicyScoring` adds `prev_logprobs` to batches with
     stale tokens. A user's own loss always gets `prev_logprobs`. It gets reference log-probabilities if it or the

@@ -30,7 +30,7 @@ def rl_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[Any]:
         `message_log` (list), `length` [B] int64, `loss_multiplier` [B] float32, `extra_env_info` (list), `task_name`
         (list, None where a datum has none), `idx` (list), `batch_max_length` [B] int64 (the largest length, B times),
         `stop_strings`, `chat` and `effort` (lists, None where absent). If a datum has `row_inputs`, the batch has them
-        too, as a list (see `data.model_rows`). The same holds for the functions below.
+        too, as a list (`data.model_rows`). The same holds for the functions below.
     """
     length = torch.tensor([datum["length"] for datum in data_batch], dtype=torch.int64)
     batch: BatchedDataDict[Any] = BatchedDataDict(

@@ -45,7 +45,7 @@ class Path(NamedTuple):
     place: int
     """Position of the row in the order of the rows."""
     nodes: tuple[tuple[int, int], ...]
-    """`(depth, first)` of each node on the path from the root to the row (see `Node`)."""
+    """`(depth, first)` of each node on the path from the root to the row (`Node`)."""
 
     def shared(self, other: "Path") -> int:
         """Return the number of tokens that both rows share."""

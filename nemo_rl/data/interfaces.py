@@ -81,9 +81,9 @@ class DatumSpec(TypedDict):
     chat: NotRequired[Chat]
     """Chat from which `message_log` was rendered. An environment's first observation is rendered with it."""
     row_inputs: NotRequired[RowInputs]
-    """Inputs of the model in addition to the tokens, for example pixel values (see `data.model_rows`)."""
+    """Inputs of the model in addition to the tokens, for example pixel values (`data.model_rows`)."""
     effort: NotRequired[str]
-    """Level of effort (see `data.effort_levels`)."""
+    """Level of effort (`data.effort_levels`)."""
     fault: NotRequired[str]
     """Reason why the row cannot be used, in a datum that replaces the row."""
 

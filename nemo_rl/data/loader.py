@@ -282,7 +282,7 @@ def build_loader(
         num_workers: Number of processes that prepare prompts, or 0 for this process.
         drop_last: Whether to leave out the rows of an epoch that do not fill a batch.
         max_rows: Number of first rows of the data set to use, or None for all rows.
-        accept_changes: Whether to continue from a position in other data (see `PromptLoader.load_state_dict`).
+        accept_changes: Whether to continue from a position in other data (`PromptLoader.load_state_dict`).
         max_bad_row_share: Largest share of unusable rows in an epoch. Above it, iterating raises `DataError`.
 
     Raises:

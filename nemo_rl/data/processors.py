@@ -246,7 +246,7 @@ _NO_MESSAGE_YET: Message = {"role": "user", "content": ""}
 def opening_entry(
     chat: Chat, tokenizer: TokenizerType, longest: int | None = None, rules: TextRules | None = None
 ) -> Message:
-    """Return the single log message of a prompt whose first message may still be missing (see `prompt_entry`)."""
+    """Return the single log message of a prompt whose first message may still be missing."""
     shown: Chat = chat if chat["messages"] else {**chat, "messages": [_NO_MESSAGE_YET]}
     return prompt_entry(shown, tokenizer, longest, rules)
 

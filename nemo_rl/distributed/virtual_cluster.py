@@ -144,7 +144,7 @@ class RayVirtualCluster:
         port_range_high: last port for it.
         cpus_per_bundle: logical CPUs of a bundle; if None, 1, or less to leave three quarters of the node's CPUs to
             environments and other clusters. Ray only counts them. A process may use more.
-        segment_size: consecutive node entries that must be in one NVLink domain (see `choose_nodes`).
+        segment_size: consecutive node entries that must be in one NVLink domain (`choose_nodes`).
         apart_from: clusters whose nodes this cluster does not use.
 
     Raises:
@@ -281,7 +281,7 @@ class RayVirtualCluster:
 
         Raises:
             ResourceInsufficientError: no other node has room for them.
-            ConfigError, DeadlineExceededError: the new node lacks something (see `node_checks.check_nodes`).
+            ConfigError, DeadlineExceededError: the new node lacks something (`node_checks.check_nodes`).
         """
         groups = self.get_placement_groups()
         end = time.monotonic() + _NOTICE_TIMEOUT_S

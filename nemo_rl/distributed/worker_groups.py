@@ -319,7 +319,7 @@ class RayWorkerGroup:
         return explain_failure(error, self._slots[worker_idx], phase)
 
     def activity(self, worker_idxs: Sequence[int]) -> list[tuple[str, float]]:
-        """Return the state and CPU seconds of some workers' processes (see `worker_logs.activity_of`)."""
+        """Return the state and CPU seconds of some workers' processes (`worker_logs.activity_of`)."""
         known = [slot.identity for slot in (self._slots[idx] for idx in worker_idxs) if slot.identity]
         return activity_of(known)
 
@@ -457,7 +457,7 @@ class RayWorkerGroup:
     def _settle(
         self, slots: list[WorkerSlot], indices: Sequence[int], timeout_s: float, began: float = 0.0
     ) -> list[WorkerPhase]:
-        """Wait until processes run and have built their worker objects. Return the phases (see `await_start`)."""
+        """Wait until processes run and have built their worker objects. Return the phases (`await_start`)."""
         end, size = time.monotonic() + timeout_s, self._ranks_per_unit
         reports = [slots[idx].handle.report_identity.remote() for idx in indices]
         firsts = {idx // size * size for idx in indices} if size > 1 or not self._may_restart else set()

@@ -42,7 +42,7 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):  # noqa: UP046  (Metada
     """B reasons why a sample's reward could not be computed, each None if it was computed. None if all were computed.
     The reward of a sample with a reason is ignored, and the sample does not train the model."""
     invalid_tool_calls: list[bool] | None = None
-    """B values: True if the last turn has a tool call that cannot be made (see `grpo.invalid_tool_call_advantage`).
+    """B values: True if the last turn has a tool call that cannot be made (`grpo.invalid_tool_call_advantage`).
     None if no turn has such a call."""
 
 

@@ -154,7 +154,7 @@ def run_env_eval(
     Args:
         vllm_generation: first result of `setup`.
         dataloader: second result of `setup`.
-        env: environment that grades (see `environments.user_environments.environment_of`), or None for `data.env_name`.
+        env: environment that grades (`environments.user_environments.environment_of`), or None for `data.env_name`.
         master_config: third result of `setup`, or None to take it from `vllm_generation`.
 
     Returns:

@@ -273,7 +273,7 @@ class EvaluationPrompts(Protocol):
 
     @property
     def data_sets(self) -> list[RowsWithPlace]:
-        """The data sets from which the prompts come, without duplicates."""
+        """Data sets from which the prompts come, without duplicates."""
 
     def topic(self, index: int) -> str | None:
         """Return the topic of a prompt, or None if the data set has no topics."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoredTokens:
-    """Location of the tokens and texts of a conversation that holds only token counts (see `runners.stored`)."""
+    """Location of the tokens and texts of a conversation that holds only token counts (`runners.stored`)."""
 
     path: Path
     """Path of the conversation's row in the stored nested rows."""

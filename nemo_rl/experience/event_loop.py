@@ -220,7 +220,7 @@ class EventLoopThread:
         Raises:
             DeadlineExceededError: The coroutine takes longer than `timeout_s`. It is cancelled.
             RayDiedError: The local Ray ended. The coroutine's own result or error is discarded.
-            Exception: The error of the coroutine, or of a background task (see `check`).
+            Exception: The error of the coroutine, or of a background task (`check`).
         """
         end = time.monotonic() + timeout_s
         ended = threading.Event()

@@ -41,7 +41,7 @@ class RewardPenalty(Protocol):
 
 
 class MalformedThinkTag:
-    """Penalty for misplaced thinking tags (see `SampledTurn.malformed`)."""
+    """Penalty for misplaced thinking tags (`SampledTurn.malformed`)."""
 
     def offending(self, turns: Sequence[SampledTurn]) -> list[int]:
         """Return the numbers of turns with misplaced tags."""
@@ -57,7 +57,7 @@ class EmptyFinalAnswer:
 
 
 class DuplicatedReasoning:
-    """Penalty for a final answer that repeats the reasoning, and for reasoning that repeats itself (see `repeats`)."""
+    """Penalty for a final answer that repeats the reasoning, and for reasoning that repeats itself (`repeats`)."""
 
     def offending(self, turns: Sequence[SampledTurn]) -> list[int]:
         """Return the numbers of turns with repetitions."""

@@ -211,7 +211,7 @@ class RolloutRunner:
         return self.keep(Rollouts(samples, {}))
 
     def stored_samples(self, groups: Sequence[GroupProgress]) -> list[StoredSamples | None]:
-        """Return the samples of groups for a checkpoint, without interrupting them (see `progress.states_of`).
+        """Return the samples of groups for a checkpoint, without interrupting them (`progress.states_of`).
 
         Raises:
             DeadlineExceededError: it takes longer than `RolloutLimits.timeout_s`.

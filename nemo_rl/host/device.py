@@ -137,6 +137,6 @@ def exact_page_locking(own: Mapping[str, str]) -> dict[str, str]:
         own: as in `allocator_settings`. Other settings of the allocators, in `own` or in this process, are kept.
     """
     name, settings = allocator_settings(own)
-    if _ROUNDS_UP_TO in settings or Version(torch.__version__) < Version("2.13"):  # older ones refuse the setting
+    if _ROUNDS_UP_TO in settings or Version(torch.__version__) < Version("2.13"):  # t older versions refuse the setting
         return {}
     return {name: ",".join(filter(None, (settings, f"{_ROUNDS_UP_TO}:{_ROUNDED_MB}")))}

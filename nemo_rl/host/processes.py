@@ -179,7 +179,7 @@ def import_path() -> tuple[str, list[str]]:
     """
     try:
         current = os.getcwd()
-    except FileNotFoundError:  # the current folder does not exist any more
+    except FileNotFoundError:  # t the current folder no longer exists
         current = ""
     known = [entry for entry in sys.path if entry]
     return os.pathsep.join(entry for entry in known if entry != current), [entry for entry in known if entry == current]

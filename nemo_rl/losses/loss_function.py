@@ -37,7 +37,7 @@ class LossInputType(Enum):
     VALUE = "value"
     """`[B, T-1]` outputs of a scalar head: entry t-1 is the value of the state before token t, for t in 1..T-1."""
     DISTILLATION = "distillation"
-    """Log-probabilities of student and teacher over the teacher's top-k tokens (see `TopkLossFunction`)."""
+    """Log-probabilities of student and teacher over the teacher's top-k tokens (`TopkLossFunction`)."""
     DRAFT = "draft"
     """Logits of a draft model and of its teacher."""
 
@@ -194,7 +194,7 @@ class TokenLoss:
 
 
 def token_loss(per_token: PerToken) -> TokenLoss:
-    """Make a loss from a function of single tokens (see `TokenLoss`).
+    """Make a loss from a function of single tokens (`TokenLoss`).
 
     Example:
         >>> @token_loss

@@ -8,7 +8,7 @@ The loss is composed of functions of `objectives` and `divergence`. Invariant: o
 
 `reduce` sums over tokens and divides the sum by the global token count, by a constant for each sample (Dr.GRPO), or by
 each sample's own length. In the last two cases it also divides by the global sample count. The KL term has the full
-gradient of the divergence, including the score-function part (see `divergence`).
+gradient of the divergence, including the score-function part (`divergence`).
 
 Legend: `B` samples, `T` predicted positions.
 """
@@ -121,7 +121,7 @@ class ClippedPGLossFn:
             global_valid_toks: Number of tokens that count in the global batch.
 
         Returns:
-            Scalar loss and metrics (see `docs/algorithms/grpo.md` for their meaning).
+            Scalar loss and metrics (`docs/algorithms/grpo.md` for their meaning).
         """
         batch = make_policy_batch(
             next_token_logprobs,
@@ -262,7 +262,7 @@ def positive_nll(batch: PolicyBatch) -> Tensor:
 
 
 def kl_to_reference(batch: PolicyBatch, *, cfg: ClippedPGLossConfig) -> Tensor:
-    """Weighted KL estimate per token. The gradient of the weight is the score-function part (see `divergence`).
+    """Weighted KL estimate per token. The gradient of the weight is the score-function part (`divergence`).
 
     With `use_on_policy_kl_approximation`, the weight is `p_now / p_engine`. Otherwise, it is `p_now / stop(p_now)`,
     whose value is 1. With `sequence_level_kl_weight`, the geometric mean over the sequence replaces the token's ratio.

@@ -83,7 +83,7 @@ LOG_TEACHER_OUTSIDE = -100.0
 
 
 class DistillationLossFn:
-    """Mean divergence over all tokens that count in the global batch (see the module docstring)."""
+    """Mean divergence over all tokens that count in the global batch."""
 
     loss_type = LossType.TOKEN_LEVEL
     input_type = LossInputType.DISTILLATION

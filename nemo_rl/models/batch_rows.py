@@ -401,7 +401,7 @@ def _of_samplers(rows: BatchedDataDict[Any], scores_BT: Tensor, num_stale_B: Ten
 
 
 def _errors(rows: BatchedDataDict[Any], scores_BT: Tensor) -> Tensor:
-    """Return the `sequence_errors` of whole rows between the scores and the engine's log-probabilities, `[B]`."""
+    """Return `sequence_errors` between the scores and the engine's log-probabilities for whole rows, `[B]`."""
     mask_BT = rows["token_mask"] * rows["sample_mask"][:, None]
     return sequence_errors(scores_BT[:, 1:], rows["generation_logprobs"][:, 1:], mask_BT[:, 1:])
 

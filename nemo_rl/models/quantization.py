@@ -142,7 +142,7 @@ _MATRIX_OF_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:.*\.)?(?:\w+_proj(?:_
 
 @dataclass(frozen=True)
 class WeightQuantization:
-    """Quantize weights for engines (see `weight_sync.exchange.Encoding`)."""
+    """Quantize weights for engines (`weight_sync.exchange.Encoding`)."""
 
     block_format: BlockFormat
     """Format of the matrices."""

@@ -53,7 +53,7 @@ class Bucket:
     is_last: bool = False
     """Whether the stream ends with this bucket."""
     lane: int = 0
-    """Number of the lane whose workers receive the bucket (see `lanes`)."""
+    """Number of the lane whose workers receive the bucket (`lanes`)."""
     is_trial: bool = False
     """Whether `unpack` fills the elements of a tensor that are not in the bucket with NaN."""
     handles: dict[str, Any] = field(default_factory=dict)

@@ -181,7 +181,7 @@ class BlockExchange:
         lanes: Sequence[BlocksByName | None],
         bucket_size_bytes: int,
     ) -> list[PackingStep]:
-        """Return the steps of a stream (see `plan_steps`). The call is collective.
+        """Return the steps of a stream (`plan_steps`). The call is collective.
 
         Args:
             weights: weights that this rank holds blocks of.

@@ -197,7 +197,7 @@ class SharedReads[K: Hashable]:
 
 
 class ReadableWeights:
-    """Weights that are read one by one (see `HeldWeights`).
+    """Weights that are read one by one (`HeldWeights`).
 
     Args:
         weights: the weights, in any order.
@@ -223,7 +223,7 @@ class ReadableWeights:
 
 
 class WholeWeights:
-    """Weights that this rank holds as whole tensors (see `HeldWeights`).
+    """Weights that this rank holds as whole tensors (`HeldWeights`).
 
     Args:
         iterate: yields names and tensors. It is called once for each stream, and once before for the descriptions.

@@ -165,7 +165,7 @@ def map_memory(handle: MemoryHandle) -> torch.Tensor:
 
 
 class SharedMemorySender:
-    """The trainer's half of shared memory. One rank per node uses it (see `WeightSender`)."""
+    """The trainer's half of shared memory. One rank per node uses it (`WeightSender`)."""
 
     needs_send = False
 

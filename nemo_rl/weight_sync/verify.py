@@ -64,7 +64,7 @@ def fingerprints(flat: torch.Tensor, slots: Sequence[TensorSlot]) -> list[int]:
 
 
 def fingerprint(flat: torch.Tensor, slot: TensorSlot) -> int:
-    """Return the fingerprint of one tensor (see `fingerprints`)."""
+    """Return the fingerprint of one tensor (`fingerprints`)."""
     return fingerprints(flat, [slot])[0]
 
 

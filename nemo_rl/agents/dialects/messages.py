@@ -1,7 +1,7 @@
 """Translate Anthropic's Messages API, `/v1/messages`.
 
 The endpoint differs from Anthropic's own servers. `max_tokens` has no upper limit. `thinking` and its budget are
-ignored, because the chat template decides whether the policy reasons (see `chat_template_kwargs`). The policy does not
+ignored, because the chat template decides whether the policy reasons (`chat_template_kwargs`). The policy does not
 see `is_error` of a tool's result, and consecutive messages of one role stay separate messages.
 """
 

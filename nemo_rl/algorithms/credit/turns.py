@@ -159,7 +159,7 @@ def set_invalid_tool_calls(advantages: Tensor, mask: Tensor, trajectories: Seque
 
 
 def set_malformed_thinking(advantages: Tensor, mask: Tensor, trajectories: Sequence[Trajectory], value: float) -> None:
-    """Set the advantage of the tokens of thinking tags that are out of place, in place.
+    """Set the advantage of the tokens of misplaced thinking tags, in place.
 
     Args:
         advantages: `[B, T]`, as an estimator computed them.

@@ -146,7 +146,7 @@ class OpenGroup:
     num_lost_tokens: int = 0
     """Number of sampled tokens that are not stored in the checkpoint and are sampled again after a resume."""
     was_skipped: bool = False
-    """True if the group could not be sampled. All of its samples are then failed ones."""
+    """Whether the group could not be sampled. All of its samples then count as failed."""
 
     @property
     def is_finished(self) -> bool:

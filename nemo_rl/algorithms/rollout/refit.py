@@ -74,7 +74,7 @@ NO_WEIGHTS = -1
 
 @dataclass(frozen=True)
 class Engines:
-    """The engines as a `DeviceUser` of devices that the policy shares (see `runtime.device_sharing`)."""
+    """The engines as a `DeviceUser` of devices that the policy shares (`runtime.device_sharing`)."""
 
     generation: EngineGroup
     timeout_s: float

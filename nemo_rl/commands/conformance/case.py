@@ -41,7 +41,7 @@ def model_of(folder: str, seed: int) -> PreTrainedModel:
 
 
 def tensors_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the tensors of a model by their names in checkpoints, tied ones once, as a weight sync sends them."""
+    """Return the tensors of a model by their names in checkpoints, tied tensors once, like a weight sync."""
     persistent = model.state_dict()
     named = {name: parameter.detach() for name, parameter in model.named_parameters()}
     named |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
@@ -67,7 +67,7 @@ def distribution(
 
     Args:
         sampling: temperature, then the tokens that top-k and then top-p keep.
-        banned: returns the tokens that may not follow the written ones.
+        banned: function that returns the tokens that may not follow the sampled ones.
     """
     logits = logits_of(model, prompt, response)
     for position in range(len(response)):

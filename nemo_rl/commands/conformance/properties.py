@@ -97,7 +97,7 @@ async def samples(engine: Engine, case: Case) -> None:
 
 
 async def seeds(engine: Engine, case: Case) -> None:
-    """A seed alone fixes a response, whatever else runs and in which order, and other seeds give other responses."""
+    """A seed determines a response, independent of other requests and their order. Other seeds give other responses."""
     crowd = [ask(prompt, seed=100 + n) for n, prompt in enumerate([*case.prompts, *case.prompts])]
     together = await answers_of(engine, crowd)
     backwards = (await answers_of(engine, crowd[::-1]))[::-1]
@@ -280,7 +280,7 @@ async def update(engine: Engine, case: Case) -> None:
 
 
 async def update_in_flight(engine: Engine, case: Case) -> None:
-    """Running responses go on with new weights, and each token has the version and log-probability of its weights."""
+    """Running responses continue with new weights. Each token has the version and log-probability of its weights."""
     old, new = case.model(1), case.model(2)
     requests = [
         ask(case.prompts[n], seed=n, max_new_tokens=LONG if n < 5 else 60, temperature=float(n % 2)) for n in (0, 3, 5)

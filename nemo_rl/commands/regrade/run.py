@@ -85,7 +85,7 @@ def is_changed(each: Regraded) -> bool:
 
 
 def write_tables(samples: Sequence[Regraded]) -> None:
-    """Write a line for each file, the most frequent changes and the largest ones to standard output."""
+    """Write a line for each file, and the most frequent and the largest changes, to standard output."""
     is_file = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     console = Console(file=sys.stdout, width=_FILE_WIDTH if is_file else None)
     columns = ("file", "samples", "changed", "mean before", "mean now", "no reward before", "no reward now", "diverged")

@@ -33,7 +33,7 @@ class Curve:
         self.times.append(time)
 
     def cut(self, step: int) -> None:
-        """Remove the values of a step and of later ones."""
+        """Remove the values of a step and of all later steps."""
         while self.steps and self.steps[-1] >= step:
             for column in (self.steps, self.values, self.times):
                 column.pop()

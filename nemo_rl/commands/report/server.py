@@ -181,7 +181,7 @@ def serve(run: RunFiles, host: str, port: int) -> None:
 
 
 def listener(host: str, port: int) -> socket.socket:
-    """Listen on a port, or on one of the next ones if it is taken."""
+    """Listen on a port, or on one of the next ports if it is in use."""
     last = port + _MOST_PORTS - 1
     while True:
         try:

@@ -110,7 +110,7 @@ def shortage_lines(engines: str, local: MasterConfig, gpu: GpuKind, refused: Seq
     """Yield lines about the missing memory, and the number of GPUs that would be enough.
 
     Args:
-        engines: value of `--engines`. If it stands for several divisions, the first one leaves the policy most.
+        engines: value of `--engines`. If it allows several divisions, the first one leaves the policy most devices.
         local: the run, as `described` returns it.
         refused: errors of backends that refused sizes which fit.
     """

@@ -69,7 +69,7 @@ PREFERENCE_DATASET_NAMES: tuple[str, ...] = (
     "PreferenceDataset",
     ARITHMETIC_PREFERENCE,
 )
-"""Built-in preference data sets. The generic ones read `data_path`."""
+"""Built-in preference data sets. The generic data sets read `data_path`."""
 
 FEEDBACK_DATASET_NAMES: tuple[str, ...] = ("BinaryFeedbackDataset",)
 """Built-in data sets of single labelled answers, for KTO."""

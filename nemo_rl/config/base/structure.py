@@ -60,9 +60,9 @@ class Slot:
     sections: tuple[type[BaseModel], ...] = ()
     """Classes of a mapping at this place."""
     item: Slot | None = None
-    """The place of list elements, if this may be a list."""
+    """Place of the list elements, if this may be a list."""
     values: Slot | None = None
-    """The place of each value, if this is a mapping from free names to sections."""
+    """Place of the values, if this is a mapping from free names to sections."""
     named: NamedSections | None = None
     """Names with a schema in a mapping that is otherwise free."""
     annotation: Any = None

@@ -71,7 +71,7 @@ def _renamed(tree: Any, rename: Any) -> Any:
 
 
 def _dotted_keys(tree: Any) -> Iterator[str]:
-    """Yield each key with a dot, and each name with a dot that is the `env_name` of a data entry."""
+    """Yield each key that has a dot, and each `env_name` of a data entry that has a dot."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             if isinstance(key, str) and "." in key:

@@ -76,7 +76,7 @@ class EvalMasterConfig(RunConfig):
         yield "data", self.data.env_name
 
     def unused(self) -> Iterator[tuple[str, Sequence[str], str]]:
-        """Yield the environments that the data does not name (see `RunConfig.unused`)."""
+        """Yield the environments that the data does not name (`RunConfig.unused`)."""
         yield from unused_environments(self.env, {self.data.env_name}, ["data.env_name"])
 
     @override

@@ -296,7 +296,7 @@ class DataConfig(Section):
 
     @property
     def train_names(self) -> list[str]:
-        """The name of each training entry (see `DatasetDefaults.name`)."""
+        """The name of each training entry (`DatasetDefaults.name`)."""
         entries = self.train_entries
         kinds = ([getattr(entry, key) for entry in entries] for key in ("env_name", "dataset_name", "data_path"))
         told_apart = (names for values in kinds if len(set(names := list(map(_short, values))) - {""}) == len(entries))

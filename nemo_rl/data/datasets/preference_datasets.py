@@ -306,7 +306,7 @@ PAIRS = DatasetKind("BinaryPreferenceDataset", DATASET_REGISTRY, "pair", ranked_
 
 
 def load_preference_dataset(config: DatasetConfig | Mapping[str, Any], role: str = TRAIN) -> RawDataset:
-    """Load a configured data set (see `DatasetKind.load`)."""
+    """Load a configured data set (`DatasetKind.load`)."""
     return PAIRS.load(config, role)
 
 

@@ -222,7 +222,7 @@ class MixedDataset(Dataset[DatumSpec]):
 
     def __init__(self, parts: Sequence[RowsWithPlace], names: Sequence[str | None] = ()) -> None:
         self.parts = list(parts)
-        """The data sets, as they were passed."""
+        """Data sets that were passed."""
         self.names = list(names) or [None] * len(self.parts)
         """One name, or None, for each part."""
         self._ends = list(accumulate(len(part) for part in self.parts))

@@ -270,5 +270,5 @@ RESPONSES = DatasetKind("ResponseDataset", DATASET_REGISTRY)
 
 
 def load_response_dataset(config: DatasetConfig | Mapping[str, Any], role: str = TRAIN) -> RawDataset:
-    """Load a configured data set (see `DatasetKind.load`)."""
+    """Load a configured data set (`DatasetKind.load`)."""
     return RESPONSES.load(config, role)

@@ -61,7 +61,7 @@ def get_formatted_message_log(
         add_eos_token: Whether to end with the token that ends the last turn (`spans.final_token`) if the chat does not
             end with a special token. Line breaks at the end of the chat are then dropped.
         add_generation_prompt: Whether an assistant turn's header belongs to the message before it, as in generation.
-        longest: Number of tokens above which only the beginning of a text may be encoded (see `encode_text`).
+        longest: Number of tokens above which only the beginning of a text may be encoded (`encode_text`).
         num_counted: Number of last messages of which assistant turns count in the loss, or None if only roles decide.
 
     Returns:
@@ -109,7 +109,7 @@ class _RenderedPart:
 
 
 def _message_log(pieces: list[_RenderedPart], tokenizer: TokenizerType, longest: int | None) -> LLMMessageLogType:
-    """Return an entry for each part with role, text and token ids, and with `counts` if the role does not decide."""
+    """Return an entry for each part with role, text and token ids, and with `counts` unless the role decides."""
     control = control_tokens_of(tokenizer)
     texts, sampled = [piece.text for piece in pieces], [piece.sampled for piece in pieces]
     ids = encode_spans("".join(texts), list(accumulate(map(len, texts))), sampled, tokenizer, longest)

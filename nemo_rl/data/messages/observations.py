@@ -81,7 +81,7 @@ class ObservationRenderer:
         Otherwise, the observation is encoded as plain text.
 
         Args:
-            observation: `role` (see `template_form`) and `content`, or a list of several messages in `messages`.
+            observation: `role` (`template_form`) and `content`, or a list of several messages in `messages`.
             message_log: the conversation, whose last message was sampled.
             prompt_length: number of tokens before the first response.
             longest: argument of `encode_text`.

@@ -182,7 +182,7 @@ class SequencePacker(ABC):
         self.metrics.reset()
 
     def compute_metrics(self, sequence_lengths: Sequence[int], bins: Sequence[Sequence[int]]) -> dict[str, float]:
-        """Return the statistics of one packing (see `PackingMetrics.calculate_stats_only`)."""
+        """Return the statistics of one packing (`PackingMetrics.calculate_stats_only`)."""
         return self.metrics.calculate_stats_only(sequence_lengths, bins, self.bin_capacity)
 
     def get_aggregated_metrics(self) -> dict[str, float]:
@@ -238,7 +238,7 @@ class FirstFitShufflePacker(FirstFitPacker):
 
 
 class ModifiedFirstFitDecreasingPacker(SequencePacker):
-    """Modified first fit decreasing. It needs at most 71/60 of the optimal number of bins plus 1.
+    """Pack with modified first fit decreasing, which needs at most 71/60 of the optimal number of bins plus 1.
 
     See Johnson and Garey, "A 71/60 theorem for bin packing" (1985). Sequences are large (over half of the capacity),
     medium (over a third), small (over a sixth) or tiny. Each large sequence opens a bin. These bins are filled with

@@ -103,7 +103,7 @@ def choose_nodes(
 def _choose_segments(
     counts: Sequence[int], bundle: Mapping[str, float], nodes: Sequence[NodeRoom], segment_size: int
 ) -> list[str] | None:
-    """Assign nodes of one domain to each segment of entries, in the order of the topology (see `choose_nodes`)."""
+    """Assign nodes of one domain to each segment of entries, in the order of the topology (`choose_nodes`)."""
     largest = max(counts)
     domains: dict[str, list[NodeRoom]] = {}
     for node in sorted(nodes, key=lambda node: node.total.get(TOPO_RANK_KEY, 0.0)):

@@ -48,7 +48,7 @@ class RayWorkerBuilder:
         self._actor_class: Any = None
 
     def in_environment(self, venv: VenvConfig | None, name: str, timeout_s: float) -> Self:
-        """Run each worker in another Python environment (see `ray_actor_environment_registry.make_actor_runtime_env`).
+        """Run each worker in another Python environment (`ray_actor_environment_registry.make_actor_runtime_env`).
 
         Ray must be running, because this waits until the environment exists on every node.
 
@@ -141,7 +141,7 @@ class WorkerPlace:
 
 
 def facts_of(slot: WorkerSlot, place: WorkerPlace) -> dict[str, Any]:
-    """Return name, ranks, node, bundle and process of a worker (see `RayWorkerGroup.worker_metadata`)."""
+    """Return name, ranks, node, bundle and process of a worker (`RayWorkerGroup.worker_metadata`)."""
     where = slot.identity
     return {
         "name": slot.name,

@@ -47,7 +47,7 @@ def plan_sharded_calls(
     make_dummy_calls_to_free_axes: bool = False,
     return_from_workers: Sequence[int] | None = None,
 ) -> list[ShardedCall]:
-    """Decide which worker is called with which shard and whose answer is returned (see `RayWorkerGroup`).
+    """Decide which worker is called with which shard and whose answer is returned (`RayWorkerGroup`).
 
     Raises:
         ValueError: unknown axis, an axis that is both sharded and replicated, or two ways to choose the answers.

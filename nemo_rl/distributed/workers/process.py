@@ -120,7 +120,7 @@ class WorkerHost:
         return self._identity
 
     def hold_port(self, low: int | None, high: int | None) -> tuple[str, int]:
-        """Hold a free port for the store of a process group (see `rendezvous.hold_port`)."""
+        """Hold a free port for the store of a process group (`rendezvous.hold_port`)."""
         return hold_port(self._identity.node_ip, low, high)
 
     def build(
@@ -132,7 +132,7 @@ class WorkerHost:
         """Import `pkg.module.Class` and construct the worker object, which finds its peers at `meeting_point`.
 
         Returns:
-            Seconds of the phases of its start (see `start_phases`).
+            Seconds of the phases of its start (`start_phases`).
         """
         add_phase(ARGUMENTS, time.monotonic() - self._hosted_at)
         args, kwargs = arguments

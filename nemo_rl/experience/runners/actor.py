@@ -158,7 +158,7 @@ class RunnerSettings:
     import_path: Sequence[str]
     """Folders in which the driver searches for modules."""
     reads_collections: bool
-    """Whether an environment reads whole collections (see `stored.split`)."""
+    """Whether an environment reads whole collections (`stored.split`)."""
     review: ReviewSettings = field(default_factory=ReviewSettings)
     """Settings of the review of finished samples."""
 

@@ -66,7 +66,7 @@ class RunnerShare:
     ranks: Sequence[int]
     """Ranks of the workers of its own engines."""
     settings: RunnerSettings
-    """Settings of the actor. At each start, the engines in them are replaced by the current ones."""
+    """Settings of the actor. Each start replaces their engines by the current engines."""
     actor: SupervisedActor = field(init=False)
     """The actor, which is restarted when it dies."""
     exchange: GroupExchange = field(init=False)

@@ -148,7 +148,7 @@ def for_driver(
 
     Args:
         taken: Finished groups, as `OpenGroups.take` returns them.
-        reads_collections: Whether an environment reads whole collections (see `stored.split`).
+        reads_collections: Whether an environment reads whole collections (`stored.split`).
 
     Returns:
         The groups, and the tokens of training groups. None if there is no such group.

@@ -77,7 +77,7 @@ def _summary(sample: Trajectory, places: Iterator[StoredTokens], reads_collectio
 
 
 def _counted(log: Sequence[Message], num_texts: int | None) -> list[Any]:
-    """Return messages with counts instead of tokens. The first `num_texts` keep their texts. None keeps all."""
+    """Return messages with counts instead of tokens. The first `num_texts` keep their texts. If None, all keep them."""
     counted = []
     for number, message in enumerate(log):
         count = TokenCount(message["token_ids"].numel())
@@ -140,7 +140,7 @@ def messages_of(trajectory: Trajectory) -> list[Message]:
 
 
 def stored_columns(trajectories: Sequence[Trajectory], width: int, pad_token_id: int) -> dict[str, Any]:
-    """Return the columns of stored rows, one row for each trajectory (see `StoredRow`)."""
+    """Return the columns of stored rows, one row for each trajectory (`StoredRow`)."""
     rows = []
     for trajectory in trajectories:
         stored = trajectory.stored

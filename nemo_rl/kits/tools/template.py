@@ -32,7 +32,7 @@ _USUAL = (
     *("hermes", "qwen3_coder", "llama3_json", "mistral", "pythonic", "deepseek_v31", "deepseek_v3", "glm45"),
     *("kimi_k2", "minimax_m2", "granite", "phi4_mini_json", "xlam", "internlm", "jamba"),
 )
-"""Parsers that are tried first, beginning with the most general ones."""
+"""Parsers that are tried first, with the most general ones at the beginning."""
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ def _can_run(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def torch_varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scoring: Scoring) -> Tensor:
-    """Run torch's varlen kernel (see `Kernel`)."""
+    """Run torch's varlen kernel (`Kernel`)."""
     if scoring.sinks is not None:
         return _WithSinks.apply(query, key, value, scoring.sinks, bounds, scoring)
     out = _forward(query, key, value, bounds, scoring)

@@ -23,9 +23,9 @@ class Scoring:
     """Settings with which a layer computes attention weights from queries and keys."""
 
     scaling: float | None = None
-    """Factor on the scores; None means `D ** -0.5`."""
+    """Factor on the scores, or None for `D ** -0.5`."""
     window: int | None = None
-    """Number of keys that a query sees, including the key of its own token; None means all."""
+    """Number of keys that a query sees, including the key of its own token, or None for all keys."""
     softcap: float | None = None
     """Scores become `softcap * tanh(score / softcap)`; None leaves scores unchanged."""
     sinks: Tensor | None = None
@@ -40,7 +40,7 @@ class Scoring:
 
 
 class Piece(NamedTuple):
-    """Queries `[query_start, query_stop)` that see keys `[key_start, key_stop)` causally (see the module docstring)."""
+    """Queries `[query_start, query_stop)` that see keys `[key_start, key_stop)` causally."""
 
     query_start: int
     query_stop: int

@@ -110,7 +110,7 @@ class _Layer(nn.Module):
 
 
 class DraftHead(nn.Module):
-    """The draft model, without the policy's embedding and without a loss (see the module docstring)."""
+    """The draft model, without the policy's embedding and without a loss."""
 
     d2t: Tensor | None
     """`[draft_vocab_size]` int64: policy's id minus own id of each token that can be proposed. None if all can be."""

@@ -226,7 +226,7 @@ class DraftModel(nn.Module):
 
 
 class DraftTrainer:
-    """Train a draft model during the policy's passes (see the module docstring).
+    """Train a draft model during the policy's passes.
 
     Args:
         model: the draft model, sharded or not.

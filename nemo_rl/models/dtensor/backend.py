@@ -76,7 +76,7 @@ logger = logging.getLogger(__name__)
 
 
 class DTensorBackend(TorchBackend):
-    """The `PolicyBackend` of FSDP2 (see the module docstring).
+    """The `PolicyBackend` of FSDP2.
 
     Args:
         device: this rank's device; its type is the mesh's device type.

@@ -36,7 +36,7 @@ _OWN_FORWARD = "_is_expert_parallel"
 
 
 def find_experts(hf: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of experts that can be divided, by name (see the module docstring)."""
+    """Return the modules of experts that can be divided, by name."""
     return {name: module for name, module in hf.named_modules() if _is_fused(module)}
 
 

@@ -32,7 +32,7 @@ class DTensorTraining(FolderBackend):
     offloads_trained_weights = True
 
     def check(self, policy: PolicyConfig, num_ranks: int, section: str = "policy") -> None:
-        """Check optimizer, schedule and mesh, and prove the mesh on a small model (see `TrainingBackend.check`)."""
+        """Check optimizer, schedule and mesh, and prove the mesh on a small model (`TrainingBackend.check`)."""
         from nemo_rl.models.dtensor.optimizer import check_optimizer
 
         check_optimizer(policy, section)
@@ -48,7 +48,7 @@ class DTensorTraining(FolderBackend):
             prove_mesh(policy, layout, model, section)
 
     def check_sizes(self, policy: PolicyConfig, num_ranks: int, section: str = "policy") -> None:
-        """Check the mesh without a proof (see `TrainingBackend.check_sizes`)."""
+        """Check the mesh without a proof (`TrainingBackend.check_sizes`)."""
         layout = self.layout_of(policy, num_ranks, section)
         from nemo_rl.models.draft.choice import check_draft
         from nemo_rl.models.dtensor.mesh_check import check_mesh
@@ -100,7 +100,7 @@ class DTensorTraining(FolderBackend):
         copy_model_folder(weights / MODEL_FOLDER, target, dtype)
 
     def read_into(self, model: "PreTrainedModel", weights: Path) -> None:
-        """Read a folder as training does (see `FolderBackend.read_into`)."""
+        """Read a folder as training does (`FolderBackend.read_into`)."""
         from nemo_rl.models.dtensor.checkpoints.model_files import load_weights
 
         load_weights(model, weights)

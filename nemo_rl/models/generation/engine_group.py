@@ -1,6 +1,6 @@
 """Control several engines: distribute requests, collect results, and replace engines that die.
 
-All of the following runs on the rollout event loop (see `experience.event_loop`) if nothing else is said:
+All of the following runs on the rollout event loop (`experience.event_loop`) if nothing else is said:
 
     generate() ─► choose an engine ─► its outbox ─► _flush (next tick, one call per engine) ─► worker.submit
     generate() cancelled (deadline, another sample failed) ─► _flush ─► worker.abort
@@ -82,7 +82,7 @@ class EngineGroup(GenerationInterface):
         turn_timeout_s: Seconds to wait for another thread in `exclusively`. If None, `setup_timeout_s`.
         workers_per_engine: `EngineSettings.num_workers`, which is also an attribute.
         silence_s: Seconds that an engine with open requests may be silent.
-        num_engines_file: File with the number of engines (see `members`). If None, all engines run.
+        num_engines_file: File with the number of engines (`members`). If None, all engines run.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class EngineGroup(GenerationInterface):
 
     @property
     def _running(self) -> list[Member]:
-        """Return the engines that take part in syncs, which are the first ones of all engines."""
+        """Return the engines that take part in syncs, which are the first of all engines."""
         return [member for member in self._members if not member.is_away]
 
     @property

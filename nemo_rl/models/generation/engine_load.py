@@ -58,7 +58,7 @@ class EngineLoad(NamedTuple):
 
 
 def load_metrics(loads: Sequence[EngineLoad]) -> dict[str, float]:
-    """Return the metrics of several engines (see `interfaces.GenerationInterface.load_metrics`)."""
+    """Return the metrics of several engines (`interfaces.GenerationInterface.load_metrics`)."""
     if not loads:
         return {}
     metrics = {

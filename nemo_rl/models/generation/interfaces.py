@@ -278,7 +278,7 @@ class EngineSettings:
 
     @property
     def num_workers(self) -> int:
-        """The number of worker processes of one engine. Each has its own device (see `engine_of`)."""
+        """The number of worker processes of one engine. Each has its own device (`engine_of`)."""
         return self.num_replicas * self.replica_size
 
 

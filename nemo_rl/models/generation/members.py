@@ -99,7 +99,7 @@ class Member:
     is_leaving: bool = False
     """Whether the engine is leaving: it answers its requests and gets no more."""
     is_away: bool = False
-    """Whether the engine has no processes (see `EngineScaling`)."""
+    """Whether the engine has no processes (`EngineScaling`)."""
     unfinished: dict[str, Pending] = field(default_factory=dict)
     """Requests without an answer."""
     outbox: list[tuple[str, GenerationRequest]] = field(default_factory=list)

@@ -182,7 +182,7 @@ class SteppedEngine(ABC):
         self._answer(self.remove_requests([id_ for id_ in request_ids if id_ in self._running]))
 
     async def responses_so_far(self, request_ids: Collection[str]) -> dict[str, ResponseSoFar]:
-        """Return the tokens sampled so far by running requests, between two steps (see `Engine`)."""
+        """Return the tokens sampled so far by running requests, between two steps (`Engine`)."""
         self._busy_at, found = time.monotonic(), {}
         for request_id in self._running.keys() & set(request_ids):
             sampled = self.sampled_so_far(request_id)

@@ -171,7 +171,7 @@ class GenerationWorker:
         return names
 
     async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
-        """Return a prompt's hidden states `[T, D]` after each decoder layer (see `algorithms.rollout.sync_setup`)."""
+        """Return a prompt's hidden states `[T, D]` after each decoder layer (`algorithms.rollout.sync_setup`)."""
         return await self._engine.layer_outputs(token_ids)
 
     async def sleep(self) -> None:

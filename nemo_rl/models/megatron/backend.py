@@ -41,7 +41,7 @@ from nemo_rl.weight_sync.parts import HeldWeights, ReadableWeights
 
 
 class MegatronBackend(TorchBackend):
-    """The `PolicyBackend` of Megatron Core (see the module docstring).
+    """The `PolicyBackend` of Megatron Core.
 
     Args:
         layout: sizes of the mesh axes.

@@ -79,7 +79,7 @@ class RankInputs:
     top_k: TopK | None = None
     """Selection of the largest logits, as in `ModelInputs`."""
     routed_experts: Tensor | None = None
-    """`[b, t, L, k]` recorded experts of this rank's tokens (see `ModelInputs`)."""
+    """`[b, t, L, k]` recorded experts of this rank's tokens (`ModelInputs`)."""
     further: tuple[FurtherTokens, ...] = ()
     """The tokens of each multi-token-prediction layer."""
 

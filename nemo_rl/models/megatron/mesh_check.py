@@ -246,7 +246,7 @@ class MeshPlace(RankMemory):
 
     @property
     def _copies(self) -> tuple[int, float]:
-        """Numbers of ranks that hold the same dense weights and the same experts."""
+        """Numbers of ranks that hold the same dense weights and of ranks that hold the same experts."""
         layout, parts = self.layout, self.layout.ep * self.policy.megatron_cfg.expert_tensor_parallel_size
         same = layout.data_parallel_size * layout.cp
         return same, same * layout.tp / parts

@@ -63,7 +63,7 @@ class MegatronTraining(FolderBackend):
     rank_class = "nemo_rl.models.megatron.backend.MegatronBackend"
 
     def check(self, policy: PolicyConfig, num_ranks: int, section: str = "policy") -> None:
-        """Check the mesh, the model's configuration and the options (see `TrainingBackend.check`)."""
+        """Check the mesh, the model's configuration and the options (`TrainingBackend.check`)."""
         self.check_sizes(policy, num_ranks, section)
         if section == "policy":
             _warn_of_rounded_sums(policy, self.layout_of(policy, num_ranks, section))
@@ -71,7 +71,7 @@ class MegatronTraining(FolderBackend):
             logger.info("%s has no effect: every rank reads its part of the Hugging Face files.", CACHE_VARIABLE)
 
     def check_sizes(self, policy: PolicyConfig, num_ranks: int, section: str = "policy") -> None:
-        """Check as `check` does, but without warnings (see `TrainingBackend.check_sizes`)."""
+        """Check as `check` does, but without warnings (`TrainingBackend.check_sizes`)."""
         layout = self.layout_of(policy, num_ranks, section)
         from nemo_rl.models.draft.choice import check_draft
         from nemo_rl.models.huggingface.load import load_model_config

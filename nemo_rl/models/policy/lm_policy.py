@@ -398,12 +398,12 @@ class Policy(PolicyInterface):
         """Keep other threads from calling the ranks, for example in a weight stream. The same thread may enter again.
 
         Raises:
-            DeadlineExceededError: another thread holds the policy for too long (see `RankCalls.held`).
+            DeadlineExceededError: another thread holds the policy for too long (`RankCalls.held`).
         """
         return self.ranks.held()
 
     def find_loss(self, *, silence_is_loss: bool) -> str | None:
-        """Return a one-line reason to replace the ranks, or None (see `RayWorkerGroup.find_loss`)."""
+        """Return a one-line reason to replace the ranks, or None (`RayWorkerGroup.find_loss`)."""
         return self.worker_group.find_loss(silence_is_loss=silence_is_loss)
 
     def restart(
@@ -411,8 +411,8 @@ class Policy(PolicyInterface):
     ) -> None:
         """Replace all ranks, including dead and hanging ones, with new ranks in the same places.
 
-        After that, this object is in the state of a new one, with `weight_version` 0. Running calls of other threads
-        fail. Arguments and errors are those of the constructor.
+        Afterwards this object equals a new one, with `weight_version` 0. Running calls of other threads fail. Arguments
+        and errors are those of the constructor.
         """
         self.worker_group.end("it is being restarted")
         with self.held():

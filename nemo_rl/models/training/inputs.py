@@ -120,7 +120,7 @@ def build_model_inputs(
 
 
 def build_training_inputs(rows: BatchedDataDict[Any], layout: InputLayout, device: torch.device) -> ModelInputs:
-    """Lay out the rows for scores of the targets that a loss may count (see `build_model_inputs`)."""
+    """Lay out the rows for scores of the targets that a loss may count (`build_model_inputs`)."""
     return build_model_inputs(rows, training_targets(rows), layout, device)
 
 
@@ -181,7 +181,7 @@ def _scored_at(
     layout: InputLayout,
     device: torch.device,
 ) -> ModelInputs:
-    """Lay out rows for scores of the tokens at the given rows and columns (see `ModelInputs`)."""
+    """Lay out rows for scores of the tokens at the given rows and columns (`ModelInputs`)."""
     model_inputs, places, real = _lay_out(rows, layout)
     experts = None
     if ROUTED_EXPERTS in rows:
@@ -203,7 +203,7 @@ def _scored_at(
 
 
 def _scored_once(positions_N: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return distinct positions, their targets, and each given position's index among the distinct ones.
+    """Return distinct positions, their targets, and the index of each given position among them.
 
     A shared token has the same target in all of its rows. The index is None if all positions are distinct.
     """

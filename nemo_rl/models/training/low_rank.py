@@ -52,7 +52,7 @@ def select_layers(available: Sequence[str], targets: Sequence[str], excluded: Se
 
 
 def select_modules(available: Sequence[str], config: LoraConfig, section: str) -> list[str]:
-    """Return the layers that a section `lora_cfg` selects, in model order (see `select_layers`)."""
+    """Return the layers that a section `lora_cfg` selects, in model order (`select_layers`)."""
     targets = [] if config.match_all_linear else config.target_modules
     return select_layers(available, targets, config.exclude_modules, section)
 

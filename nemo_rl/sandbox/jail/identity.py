@@ -62,7 +62,7 @@ def become_nobody_among_files(number: int, scratch: str, program: str) -> bool:
 
 
 def drop(keeps_reading: bool = False) -> None:
-    """Drop all capabilities, prevent new ones, and let this process end with its parent.
+    """Drop all capabilities, prevent new capabilities, and let this process end with its parent.
 
     Args:
         keeps_reading: Whether to keep the capability to read files and enter folders of other users.

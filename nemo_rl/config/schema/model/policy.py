@@ -60,7 +60,7 @@ class TokenizerConfig(Section):
     name: str = derived("${..model_name}")
     """Hub id or folder of the tokenizer."""
     chat_template: str | None = "default"
-    """default: the tokenizer's own; null: message texts as they are; a .jinja file; or a template text."""
+    """default: the tokenizer's own; null: unchanged message texts; a .jinja file; or a template text."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Additional arguments for the chat template."""
 

@@ -65,7 +65,7 @@ class RowTable:
     rows: Sequence[Mapping[str, Any]]
     """Mappings from column to value, by position."""
     lines: Sequence[int]
-    """Place of each row (see `BadRow.line`). The sequence is as long as `rows`."""
+    """Place of each row (`BadRow.line`). The sequence is as long as `rows`."""
     bad_rows: list[BadRow] = field(default_factory=list)
     """Lines or records that could not be read as a row."""
 

@@ -8,7 +8,7 @@ from fractions import Fraction
 from nemo_rl.environments.grading.comparison.text import DOLLAR, MAX_DEPTH, closing, without_text
 
 MAX_DIGITS = 4000
-"""Largest number of digits of a number that is read. Python refuses to convert longer ones."""
+"""Largest number of digits of a number. Python refuses to convert longer numbers."""
 
 MIN_DECIMALS = 6
 """Smallest number of decimals of a number that may be a rounded value of a more exact number."""

@@ -134,7 +134,7 @@ class ModelPart:
 
     @torch.inference_mode()
     def read(self, rows: Mapping[str, Sequence[int]]) -> Tensor | None:
-        """Compute a pass (see `ContinuousEngine.read`). Return `[b, V]` logits on place 0."""
+        """Compute a pass (`ContinuousEngine.read`). Return `[b, V]` logits on place 0."""
         step = self.cache.read(rows)
         return self._at_place_0(self._call(step.token_ids, step.positions, step), len(rows))
 

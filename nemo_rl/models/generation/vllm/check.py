@@ -110,7 +110,7 @@ _NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
 def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
-    """Refuse a model that vLLM computes wrongly or cannot divide (see `registry.EngineKind.check`).
+    """Refuse a model that vLLM computes wrongly or cannot divide (`registry.EngineKind.check`).
 
     Raises:
         ConfigError: The model cannot be divided over the ranks of an engine, its context is shorter than the engine's,

@@ -9,7 +9,7 @@
   empty after packing.
 - vLLM moves a proposal past the end of the context to position 0 without a place in the cache, and the proposal after
   it to position 1, with the place of the prompt's second token. Other requests that share the prompt would then get
-  other proposals (see `drafting.propose_to_the_end`).
+  other proposals (`drafting.propose_to_the_end`).
 
 Invariant: after these repairs each token is drawn from the same distribution as without speculation, and proposals
 depend only on the tokens of a request.
@@ -143,7 +143,7 @@ def _joined(communicator: Any, own: torch.Tensor, sizes: list[int] | None) -> to
 
 
 def _reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
-    """Sum the parts of all members for this member's rows (see `DeviceCommunicatorBase.reduce_scatterv`).
+    """Sum the parts of all members for this member's rows (`DeviceCommunicatorBase.reduce_scatterv`).
 
     The parts are added in the order of the members, so the sum for a token does not depend on its row.
     """

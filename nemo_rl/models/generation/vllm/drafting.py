@@ -123,7 +123,7 @@ class OwnModules(nn.Module):
         return (module for _, module in self._own)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """Yield modules under names that begin with `PREFIX` (see `torch.nn.Module.named_modules`)."""
+        """Yield modules under names that begin with `PREFIX` (`torch.nn.Module.named_modules`)."""
         return ((PREFIX + name, module) for name, module in self._own)
 
 

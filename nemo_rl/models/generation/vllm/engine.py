@@ -179,7 +179,7 @@ class VllmEngine(SteppedEngine):
         return finished
 
     def step_with_others(self) -> list[Finished]:
-        """Step as one of several replicas, with exactly one forward pass (see `replicas`)."""
+        """Step as one of several replicas, with exactly one forward pass (`replicas`)."""
         executor: Any = self._engine.model_executor
         before = executor.num_passes
         finished = self.step()

@@ -106,7 +106,7 @@ class _Record:
         self._slots[slots] = read.to(self._slots.dtype)
 
     def of_requests(self, wanted: list[tuple[str, int]]) -> list[Tensor]:
-        """Return the experts of requests (see `take_experts`)."""
+        """Return the experts of requests (`take_experts`)."""
         return [self._of_request(*each) for each in wanted]
 
     def _of_request(self, request_id: str, num_tokens: int) -> Tensor:

@@ -166,7 +166,7 @@ class VllmReplicas(SteppedEngine):
 
 
 class VllmReplica(ServedRank):
-    """First rank of replica 1, 2 ..., an engine that executes the calls of place 0."""
+    """First rank of a replica after the first. It is an engine that executes the calls of place 0."""
 
     def __init__(self, settings: EngineSettings):
         meeting = listening(meet(settings))

@@ -123,7 +123,7 @@ def checkpoint_bytes(policy: PolicyConfig, checkpointing: CheckpointingConfig) -
 
 
 def read_into(model: "PreTrainedModel", weights: Path) -> None:
-    """Read a checkpoint into a model of transformers (see `FolderBackend.read_into`).
+    """Read a checkpoint into a model of transformers (`FolderBackend.read_into`).
 
     Megatron Core's tensors are converted to hub tensors as in an export, and then to the model's weights in memory.
     """
@@ -141,7 +141,7 @@ def read_into(model: "PreTrainedModel", weights: Path) -> None:
 
 
 def write_model(weights: Path, target: Path, dtype: torch.dtype | None) -> None:
-    """Write a folder for `from_pretrained`, one tensor at a time (see `FolderBackend.write_model`)."""
+    """Write a folder for `from_pretrained`, one tensor at a time (`FolderBackend.write_model`)."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(weights, trust_remote_code=False)

@@ -117,7 +117,7 @@ def unwrap(chunk: nn.Module) -> GPTModel:
 def transformer_config(
     family: Family, hf_config: PretrainedConfig, options: MegatronConfig, precision: torch.dtype, device: torch.device
 ) -> TransformerConfig:
-    """Build Megatron Core's configuration of a model (see `build_chunks`)."""
+    """Build Megatron Core's configuration of a model (`build_chunks`)."""
     fields = family.transformer_fields(hf_config)
     fields |= _sharding(options) | _precision(precision) | _recomputation(options)
     if "num_moe_experts" in fields:

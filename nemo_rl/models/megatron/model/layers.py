@@ -251,7 +251,7 @@ class TwoRotaryAttention(SelfAttention):
     """
 
     def forward(self, *args: Any, rotary_pos_emb: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Compute self-attention (see `SelfAttention`), where `rotary_pos_emb` is `[T, 1, 1, 2 * D]`."""
+        """Compute self-attention (`SelfAttention`), where `rotary_pos_emb` is `[T, 1, 1, 2 * D]`."""
         config = self.config
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, self.layer_number)
         # # Megatron Core repeats the frequencies to [windowed, full, windowed, full], each of width D / 2.
@@ -321,7 +321,7 @@ def with_output_norm(linear: type[nn.Module], norm: Any) -> type[nn.Module]:
 
 
 class PortableLatentAttention(MLASelfAttention):
-    """`MLASelfAttention` with undivided down projections (see the module docstring)."""
+    """`MLASelfAttention` with undivided down projections."""
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)

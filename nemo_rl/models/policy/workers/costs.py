@@ -116,7 +116,7 @@ class WorkCount:
 
     @contextmanager
     def of(self, kind: PassKind, lengths: Iterable[int] = (), shared_tokens: int = 0) -> Generator[None]:
-        """Count a block as passes over rows of these lengths, unless it raises an error (see `PassWork`)."""
+        """Count a block as passes over rows of these lengths, unless it raises an error (`PassWork`)."""
         started = time.perf_counter()
         yield
         with self._guard:

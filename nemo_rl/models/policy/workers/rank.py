@@ -116,7 +116,7 @@ class PolicyWorker(ScoringWorker):
 
     Args:
         backend: backend with model, optimizer and mesh.
-        gives_scores: whether this rank returns scores (see `ParallelLayout.result_ranks`).
+        gives_scores: whether this rank returns scores (`ParallelLayout.result_ranks`).
     """
 
     def __init__(self, backend: PolicyBackend, config: PolicyConfig, *, gives_scores: bool = True) -> None:
@@ -364,7 +364,7 @@ class PolicyRank(PolicyWorker):
             keep_freed_memory()
 
     def record_updates(self, *, of_modules: bool) -> None:
-        """Record updates until `take_updates` is called (see `UpdateRecorder`)."""
+        """Record updates until `take_updates` is called (`UpdateRecorder`)."""
         self._stop_recorder()
         self.recorder = UpdateRecorder(self.backend, of_modules=of_modules, gives_scores=self._gives_scores)
 

@@ -33,7 +33,7 @@ class ScoringWorker:
     Args:
         backend: backend with the model and its mesh.
         layout: layout of microbatches as model inputs.
-        gives_scores: whether this rank returns scores (see `ParallelLayout.result_ranks`).
+        gives_scores: whether this rank returns scores (`ParallelLayout.result_ranks`).
     """
 
     def __init__(self, backend: PolicyBackend, layout: InputLayout, *, gives_scores: bool = True) -> None:
