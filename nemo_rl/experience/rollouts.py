@@ -355,7 +355,7 @@ class RolloutRunner:
         for name in names:
             if name not in self._environments:
                 raise ConfigError(
-                    f"A prompt asks for environment {name!r}; environments are {sorted(self._environments)}. Add it "
+                    f"A prompt asks for environment {name!r}; running are {sorted(self._environments)}. Add it "
                     "under `env:` or change its `env_name`."
                 )
 

@@ -167,7 +167,7 @@ def ranked_pair(row: Row) -> Pair:
         raise RowError("a completion has no 'rank'")
     ranked = sorted(completions, key=lambda c: c["rank"])
     if len(ranked) < 2 or ranked[0]["rank"] == ranked[-1]["rank"]:
-        raise RowError("'completions' does not have two different ranks")
+        raise RowError("'completions' has no two ranks to compare")
     context = prompt_messages(value_of(row, "context"), "context")
     answers = (checked_messages(c.get("completion"), "completion") for c in (ranked[0], ranked[-1]))
     return with_tools(pair_after(context, *answers), row)

@@ -74,7 +74,7 @@ class GradingProcess:
         """
         greeting = self._read_reply(timeout_s, "starting")
         if "fatal" in greeting:
-            raise WorkerDiedError("E -")
+            raise WorkerDiedError(f"verifier {self.verifier!r} could not be loaded: {greeting['fatal']}")
 
     def ask(self, response: str, ground_truth: str, timeout_s: float, prompt: str | None = None) -> dict[str, Any]:
         """Send one answer and return the reply of `worker_main`.

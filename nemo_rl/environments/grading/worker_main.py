@@ -27,7 +27,7 @@ def main(verifier_name: str, parent_pid: int, memory_limit_mb: int) -> int:
     die_with_parent(parent_pid)
     limit_memory(memory_limit_mb)  # so that an answer like 10^10^10 ends in a MemoryError
     requests, replies = _take_over_pipes()
-    with Boundary(Exception) as caught:
+    with Boundary(Exception) as caught:  # the verifier may be the user's own code
         verifier = load_verifier(verifier_name)
     if caught:
         _send(replies, json.dumps({"fatal": _describe(caught.take())}))

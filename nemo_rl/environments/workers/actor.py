@@ -97,7 +97,7 @@ class _Calls:
         return [await self._step_one(log, item) for log, item in zip(*untouched, strict=True)]
 
     async def _step_one(self, message_log: Any, metadata: Any) -> StepResult:
-        with Boundary(BaseException) as caught:
+        with Boundary(BaseException) as caught:  # the environment is user code
             return (await self.step_batch([message_log], [copy.deepcopy(metadata)]))[0]
         return StepResult.failed(_describe(caught.take()), metadata)
 
@@ -109,7 +109,7 @@ class _Calls:
 
     async def open_one(self, metadata: Any) -> EpisodeStart[Any]:
         """Open an episode, or return a failed start with the error if the environment raises."""
-        with Boundary(BaseException) as caught:
+        with Boundary(BaseException) as caught:  # the environment is user code
             start = await self._outcome(self._env.open_episode, copy.deepcopy(metadata))
             if not isinstance(start, EpisodeStart):
                 raise TypeError(f"open_episode returned {type(start).__name__}, not an EpisodeStart")
@@ -120,7 +120,7 @@ class _Calls:
 
     async def close_one(self, metadata: Any) -> str | None:
         """Close an episode, and return its error or None."""
-        with Boundary(BaseException) as caught:
+        with Boundary(BaseException) as caught:  # the environment is user code
             await self._outcome(self._env.close_episode, metadata)
         return _describe(caught.take()) if caught else None
 

@@ -132,7 +132,7 @@ def plan_for(hf: PreTrainedModel, custom: str | None = None) -> dict[str, Style]
     plan = _read(brought, type(hf).__name__) | added
     if not any(style.how == "row" for style in plan.values()):
         raise ConfigError(
-            f"{type(hf).__name__} has no tensor-parallel plan, so its layers cannot be divided. Set "
+            f"{type(hf).__name__} brings no tensor-parallel plan, so its layers cannot be divided. Set "
             "policy.dtensor_cfg.tensor_parallel_size=1, or give policy.dtensor_cfg.custom_parallel_plan: a mapping "
             "from names such as 'model.layers.*.self_attn.q_proj' to 'colwise' or 'rowwise'."
         )

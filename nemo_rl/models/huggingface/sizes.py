@@ -247,7 +247,7 @@ def _multiplied(modules: Iterable[nn.Module], active: int | None) -> Iterator[fl
             if parameter.dim() == 3:
                 if active is None:
                     raise ValueError(
-                        f"the weight {name} of {type(module).__name__} belongs to experts, and the configuration does "
+                        f"the weight {name} of {type(module).__name__} is of experts, and the configuration does "
                         f"not say how many of them a token has ({', '.join(_ACTIVE_EXPERTS)})"
                     )
                 share = min(1.0, active / parameter.shape[0])
