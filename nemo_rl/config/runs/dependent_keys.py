@@ -170,7 +170,7 @@ def _fill_overlap(
     asked: AsyncGRPOConfig | AsyncRLConfig | None,
     name: str,
 ) -> None:
-    """Set `overlap`, and with vLLM `weight_sync.recompute_kv_cache`, from a given section of NeMo RL (`asked`)."""
+    """Set `overlap`, and with vLLM `weight_sync.recompute_kv_cache`, from the section of NeMo RL in `asked`."""
     if asked is None or (isinstance(asked, AsyncGRPOConfig) and not asked.enabled):
         return
     own = algorithm.overlap
